@@ -117,7 +117,7 @@ def test_leftovers_fail_unless_ignorable() -> None:
     }
     source = WeightSource(tensors)
     source.take("w", (1,))
-    with pytest.raises(CheckpointError, match="^1 tensors have no place in the model: extra.bias$"):
+    with pytest.raises(CheckpointError, match=r"^1 tensors have no place in the model: extra\.bias$"):
         source.finish(ignorable=["lm_head.weight"])
     source.take("extra.bias", (1,))
     source.finish(ignorable=["lm_head.weight"])
