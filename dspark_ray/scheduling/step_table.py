@@ -1,0 +1,200 @@
+"""What a step costs on this machine: milliseconds by rows, and the drafter's by requests.
+
+A `StepTable` is measured once per digest by the profiler. Up to the largest captured graph size a step
+is padded to the next captured size, so its cost is a staircase; above it the cost is interpolated, and
+never across that border: the first size above it already pays the uncaptured price.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dspark_ray.core.digest import digest_json
+from dspark_ray.core.errors import ArtefactError
+from dspark_ray.core.types import IntArray
+from dspark_ray.scheduling.correction import OnlineCorrection
+
+FORMAT = "dspark-step-table/1"
+FLAT_TOLERANCE = 0.05  # a table whose dearest step costs at most this share more than one row is flat
+
+Float64Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """Measured step times. Raises `ArtefactError` for sizes or times that no machine can produce.
+
+    Both curves are made non-decreasing at construction: a bigger step that measured faster is noise, and
+    a search over the raw figures would chase it.
+    """
+
+    rows: IntArray  # [n] rows of a target step (anchors + drafts + prefill), ascending
+    verify_ms: Float64Array  # [n] target step time
+    staircase_rows: int = 0  # largest captured graph size, one of `rows`; 0: interpolated everywhere
+    requests: IntArray = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # [m] drafting requests, ascending
+    draft_ms: Float64Array = field(default_factory=lambda: np.zeros(0))  # [m] time to draft their blocks
+    context_ms_per_token: float = 0.0  # cost per cached token attended to in the step
+    made_from: dict[str, Any] = field(default_factory=dict)  # digests, hardware, dtype, threads, ...
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows, verify_ms = _checked_curve("rows", self.rows, "verify_ms", self.verify_ms)
+        requests, draft_ms = _checked_curve("requests", self.requests, "draft_ms", self.draft_ms)
+        if not len(rows) or verify_ms[0] <= 0:
+            raise ArtefactError("step table: it needs at least one row count, and times above 0")
+        if self.staircase_rows != 0 and self.staircase_rows not in rows:
+            raise ArtefactError(f"step table: staircase_rows={self.staircase_rows} is not one of its rows")
+        if not (np.isfinite(self.context_ms_per_token) and self.context_ms_per_token >= 0):
+            raise ArtefactError(f"step table: context_ms_per_token={self.context_ms_per_token} is not a cost")
+        for name, value in (
+            ("rows", rows), ("verify_ms", verify_ms), ("requests", requests), ("draft_ms", draft_ms),
+        ):  # fmt: skip
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "digest", digest_json(self._content()))
+
+    @overload
+    def verify_cost_ms(self, rows: int, context_tokens: float = 0) -> float: ...
+    @overload
+    def verify_cost_ms(self, rows: IntArray, context_tokens: float = 0) -> Float64Array: ...
+    def verify_cost_ms(self, rows: int | IntArray, context_tokens: float = 0) -> float | Float64Array:
+        """Predicted time of a target step of `rows` rows that attends to `context_tokens` cached tokens."""
+        wanted = np.atleast_1d(np.asarray(rows, dtype=np.float64))
+        above = self.rows > self.staircase_rows
+        if above.any():
+            cost = _interpolate(
+                wanted, self.rows[above], self.verify_ms[above], _last_slope(self.rows, self.verify_ms)
+            )
+        else:
+            cost = _interpolate(wanted, self.rows, self.verify_ms, _last_slope(self.rows, self.verify_ms))
+        if self.staircase_rows:
+            step = np.minimum(np.searchsorted(self.rows, wanted), len(self.rows) - 1)
+            cost = np.where(wanted <= self.staircase_rows, self.verify_ms[step], cost)
+        cost = cost + self.context_ms_per_token * context_tokens
+        return cost if isinstance(rows, np.ndarray) else float(cost[0])
+
+    def draft_cost_ms(self, num_requests: int) -> float:
+        """Predicted time to draft for `num_requests`; 0 for none, and for a table without a drafter."""
+        if num_requests <= 0 or not len(self.requests):
+            return 0.0
+        wanted = np.asarray([num_requests], dtype=np.float64)
+        slope = _last_slope(self.requests, self.draft_ms)
+        return float(_interpolate(wanted, self.requests, self.draft_ms, slope)[0])
+
+    def is_flat(self) -> bool:
+        """No step costs noticeably more than one row: trimming cannot pay, or the profile is wrong."""
+        return bool(self.verify_ms[-1] <= self.verify_ms[0] * (1 + FLAT_TOLERANCE))
+
+    def summary(self) -> str:
+        """One line for start-up."""
+        points = sorted({0, len(self.rows) // 2, len(self.rows) - 1})
+        verify = ", ".join(f"{self.rows[i]}: {self.verify_ms[i]:.1f}" for i in points)
+        draft = f"; draft {self.requests[0]}: {self.draft_ms[0]:.1f} ms" if len(self.requests) else ""
+        stairs = f", staircase to {self.staircase_rows}" if self.staircase_rows else ""
+        flat = " — FLAT: every draft token will be verified" if self.is_flat() else ""
+        return f"step table {self.digest}: verify ms by rows {{{verify}}}{stairs}{draft}{flat}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, for disk and for `SurvivalReport.table`."""
+        return {"format": FORMAT, **self._content()}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "StepTable":
+        """The reverse of `to_dict`; raises `ArtefactError` for anything else."""
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ArtefactError(f"step table: this is not in the format {FORMAT!r}")
+        try:
+            return cls(**{key: value for key, value in data.items() if key != "format"})
+        except TypeError as error:
+            raise ArtefactError(f"step table: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Written beside and renamed, so that a reader never sees half a table."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, expect: dict[str, Any] | None = None) -> "StepTable":
+        """The table on disk; raises `ArtefactError` if damaged or if `expect` differs from `made_from`."""
+        try:
+            table = cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ArtefactError(f"cannot read the step table {path}: {error}") from error
+        for key, value in (expect or {}).items():
+            if table.made_from.get(key) != value:
+                found = table.made_from.get(key, "nothing")
+                raise ArtefactError(f"{path} was made for {key}={found}, not {value}: profile again")
+        return table
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows.tolist(),
+            "verify_ms": self.verify_ms.tolist(),
+            "staircase_rows": int(self.staircase_rows),
+            "requests": self.requests.tolist(),
+            "draft_ms": self.draft_ms.tolist(),
+            "context_ms_per_token": float(self.context_ms_per_token),
+            "made_from": dict(self.made_from),
+        }
+
+
+def cost_curve(
+    table: StepTable,
+    correction: OnlineCorrection | None,
+    *,
+    base_rows: int,
+    max_draft_tokens: int,
+    num_drafting: int,
+    context_tokens: float = 0.0,
+) -> Float64Array:
+    """Predicted time of a step with B = 0..max_draft_tokens draft tokens, drafting included. → [B + 1] ms
+
+    What `LengthView.cost_ms` asks for. Drafting is not billed by B: a block drafter's time does not
+    depend on how much of its block is verified. Non-decreasing, the correction included.
+    """
+    rows = base_rows + np.arange(max_draft_tokens + 1, dtype=np.int64)
+    verify_ms = table.verify_cost_ms(rows, context_tokens)
+    if correction is not None:
+        verify_ms = verify_ms * correction.factor(rows)
+    return np.maximum.accumulate(verify_ms) + table.draft_cost_ms(num_drafting)
+
+
+def _checked_curve(
+    size_name: str, sizes: ArrayLike, ms_name: str, ms: ArrayLike
+) -> tuple[IntArray, Float64Array]:
+    """Both arrays validated, the times made non-decreasing, both read-only."""
+    try:
+        raw_sizes, raw_ms = np.array(sizes, dtype=np.float64), np.array(ms, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArtefactError(f"step table: {size_name} and {ms_name} must be lists of numbers") from error
+    if raw_sizes.ndim != 1 or raw_sizes.shape != raw_ms.shape:
+        raise ArtefactError(f"step table: {size_name} and {ms_name} must be lists of one length")
+    if not (
+        np.isfinite(raw_sizes).all() and (raw_sizes == np.floor(raw_sizes)).all() and (raw_sizes >= 1).all()
+    ):
+        raise ArtefactError(f"step table: {size_name} must be whole numbers from 1")
+    if (np.diff(raw_sizes) <= 0).any():
+        raise ArtefactError(f"step table: {size_name} must be ascending")
+    if not (np.isfinite(raw_ms).all() and (raw_ms >= 0).all()):
+        raise ArtefactError(f"step table: {ms_name} must be times in milliseconds, finite and not negative")
+    checked_sizes, checked_ms = raw_sizes.astype(np.int64), np.maximum.accumulate(raw_ms)
+    checked_sizes.flags.writeable = checked_ms.flags.writeable = False
+    return checked_sizes, checked_ms
+
+
+def _last_slope(sizes: IntArray, ms: Float64Array) -> float:
+    """Milliseconds per unit at the end of the grid; 0 for a single point."""
+    return float((ms[-1] - ms[-2]) / (sizes[-1] - sizes[-2])) if len(sizes) > 1 else 0.0
+
+
+def _interpolate(wanted: Float64Array, sizes: IntArray, ms: Float64Array, slope: float) -> Float64Array:
+    """Linear inside the grid, the first value below it, the last slope beyond it."""
+    beyond = np.maximum(wanted - sizes[-1], 0.0)
+    return np.asarray(np.interp(wanted, sizes, ms) + slope * beyond, dtype=np.float64)

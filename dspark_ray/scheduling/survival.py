@@ -1,0 +1,63 @@
+"""From confidences to survival, and from a budget to lengths.
+
+A confidence c_k is the chance that draft token k is accepted given that all before it were. Survival
+a_k = Π_{i≤k} c_i is what a verified token is worth: the chance that it is emitted. It never rises along
+a block, so taking the highest survivals always takes prefixes. Counts are returned, not masks: a tie
+cannot leave a hole in a block.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_ray.core.types import IntArray
+
+Floats = NDArray[np.floating]
+
+
+def survival(confidences: Floats) -> NDArray[np.float64]:
+    """a_k = Π_{i≤k} c_i. [R, γ] → [R, γ]; a NaN confidence is 0, values are clipped to [0, 1]."""
+    bounded = np.nan_to_num(np.asarray(confidences, dtype=np.float64), nan=0.0, posinf=1.0, neginf=0.0)
+    return np.asarray(np.cumprod(np.clip(bounded, 0.0, 1.0), axis=1), dtype=np.float64)
+
+
+def clean_survival(scores: Floats) -> NDArray[np.float64]:
+    """Scores made safe to rank: NaN is 0, in [0, 1], non-increasing along γ. [R, γ] → [R, γ]
+
+    A position's value depends on the positions up to it only, so cleaning keeps admission non-anticipating.
+    """
+    bounded = np.nan_to_num(np.asarray(scores, dtype=np.float64), nan=0.0, posinf=1.0, neginf=0.0)
+    return np.minimum.accumulate(np.clip(bounded, 0.0, 1.0), axis=1)
+
+
+def rank_tokens(scores: Floats, max_lens: IntArray) -> tuple[NDArray[np.float64], IntArray]:
+    """All draft tokens that may be verified, best first.
+
+    scores [R, γ], max_lens [R] (values above γ mean γ) → (survival [N], row [N]) with N = Σ min(max_lens, γ).
+    Ties favour the earlier position, then the lower row.
+    """
+    clean = clean_survival(scores)
+    num_rows, block = clean.shape
+    # Position-major order, so that a stable sort breaks ties as promised.
+    allowed = (np.arange(block)[:, None] < np.asarray(max_lens)[None, :]).ravel()
+    values = clean.T.ravel()[allowed]
+    rows = np.tile(np.arange(num_rows, dtype=np.int64), block)[allowed]
+    order = np.argsort(-values, kind="stable")
+    return values[order], rows[order].astype(np.int64)
+
+
+def admit_top(scores: Floats, budget: int, max_lens: IntArray) -> IntArray:
+    """The `budget` highest survivals of all requests together, as lengths. → lens [R] int64
+
+    scores [R, γ]; max_lens [R] most tokens per request. Σ lens = min(budget, Σ max_lens), tokens of zero
+    survival included once nothing better is left. Whether position k of a request is admitted depends on
+    its own scores up to k and on other requests, never on its own later scores.
+    """
+    _, rows = rank_tokens(scores, max_lens)
+    return np.bincount(rows[: max(budget, 0)], minlength=len(scores)).astype(np.int64)
+
+
+def admitted_survival(scores: Floats, lens: IntArray) -> float:
+    """Σ_r Σ_{j≤lens_r} a_{r,j}: the draft tokens expected to be accepted. scores [R, γ], lens [R]"""
+    clean = clean_survival(scores)
+    inside = np.arange(clean.shape[1])[None, :] < np.asarray(lens)[:, None]
+    return float(clean[inside].sum())
