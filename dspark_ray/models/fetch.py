@@ -58,7 +58,7 @@ def resolve_model(
     if source == DEFAULT_SOURCE:
         return _cached_default(cache_dir or default_cache_dir(), verify, console)
     local = Path(source).expanduser()
-    if local.is_dir():
+    if source and local.is_dir():
         _check_model_dir(local)
         return local.resolve()
     if not _HUB_ID.fullmatch(source):
