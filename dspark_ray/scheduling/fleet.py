@@ -49,8 +49,9 @@ class SharedCapPolicy:
     For replica i verifying B draft tokens a step: throughput V_i(B) = τ_i(B)·SPS_i(B) in tokens/s and
     usage U_i(B) = B·SPS_i(B) in draft tokens/s, over the whole table. Which B each replica should run at
     is a multiple-choice knapsack (`knapsack.split`); what is left of the cap after it is shared out by
-    unmet demand, so that shares sum to the cap. A split by demand alone is preferred when it brings as much to
-    within `EVEN_SPLIT_TOLERANCE`: shares then follow the cap smoothly, and equal replicas stay equal.
+    unmet demand, so that shares sum to the cap. A split by demand alone is preferred when it brings as
+    much to within `EVEN_SPLIT_TOLERANCE`: shares then follow the cap smoothly, and equal replicas stay
+    equal.
     A replica whose table is unknown gets an equal part of the cap until its table arrives.
     """
 

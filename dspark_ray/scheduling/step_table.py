@@ -5,7 +5,6 @@ is padded to the next captured size, so its cost is a staircase; above it the co
 never across that border: the first size above it already pays the uncaptured price.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -13,6 +12,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from dspark_ray.core.artefact import check_format, check_made_from, load_json, save_json
 from dspark_ray.core.digest import digest_json
 from dspark_ray.core.errors import ArtefactError
 from dspark_ray.core.types import IntArray
@@ -106,32 +106,25 @@ class StepTable:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "StepTable":
         """The reverse of `to_dict`; raises `ArtefactError` for anything else."""
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ArtefactError(f"step table: this is not in the format {FORMAT!r}")
-        try:
-            return cls(**{key: value for key, value in data.items() if key != "format"})
-        except TypeError as error:
-            raise ArtefactError(f"step table: {error}") from error
+        return cls._build(check_format(data, "step table", FORMAT), "step table")
 
     def save(self, path: Path) -> None:
-        """Written beside and renamed, so that a reader never sees half a table."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
-        partial.replace(path)
+        """As JSON, whole or not at all."""
+        save_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: Path, expect: dict[str, Any] | None = None) -> "StepTable":
         """The table on disk; raises `ArtefactError` if damaged or if `expect` differs from `made_from`."""
-        try:
-            table = cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ArtefactError(f"cannot read the step table {path}: {error}") from error
-        for key, value in (expect or {}).items():
-            if table.made_from.get(key) != value:
-                found = table.made_from.get(key, "nothing")
-                raise ArtefactError(f"{path} was made for {key}={found}, not {value}: profile again")
+        table = cls._build(load_json(path, "step table", FORMAT), f"step table {path}")
+        check_made_from(f"step table {path}", table.made_from, expect, "profile again")
         return table
+
+    @classmethod
+    def _build(cls, fields: dict[str, Any], what: str) -> "StepTable":
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ArtefactError(f"{what}: {error}") from error
 
     def _content(self) -> dict[str, Any]:
         return {

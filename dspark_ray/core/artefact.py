@@ -1,0 +1,42 @@
+"""Measured files (step tables, temperatures): written whole, and refused when made for something else."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dspark_ray.core.errors import ArtefactError
+
+
+def save_json(path: Path, data: dict[str, Any]) -> None:
+    """Written beside and renamed, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def load_json(path: Path, kind: str, file_format: str) -> dict[str, Any]:
+    """The object on disk without its `format` key; raises `ArtefactError` naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtefactError(f"cannot read the {kind} {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ArtefactError(f"the {kind} {path} is damaged: {error}") from error
+    return check_format(data, f"{kind} {path}", file_format)
+
+
+def check_format(data: Any, what: str, file_format: str) -> dict[str, Any]:
+    """`data` without its `format` key; raises `ArtefactError` if it is not an object of that format."""
+    if not isinstance(data, dict) or data.get("format") != file_format:
+        raise ArtefactError(f"{what}: this is not in the format {file_format!r}")
+    return {key: value for key, value in data.items() if key != "format"}
+
+
+def check_made_from(what: str, made_from: dict[str, Any], expect: dict[str, Any] | None, cure: str) -> None:
+    """Raises `ArtefactError` naming the first key of `expect` that `made_from` lacks or contradicts."""
+    for key, value in (expect or {}).items():
+        if key not in made_from:
+            raise ArtefactError(f"{what} does not say what {key} it was made for (here: {value}); {cure}")
+        if made_from[key] != value:
+            raise ArtefactError(f"{what} was made for {key}={made_from[key]}, not {value}; {cure}")
