@@ -1,0 +1,56 @@
+"""Attention over a paged KV cache for a flat, ragged batch.
+
+Key j of request r lives in cache row `block_tables[r, j // block_size] * block_size + j % block_size`. Query
+head h reads key/value head h // (H / KV).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_kernels.dispatch import ops_for
+
+
+@dataclass(frozen=True, slots=True)
+class PagedBatch:
+    """Where each request's rows and keys are. The host-side maxima spare a device synchronisation."""
+
+    query_start: Tensor  # [R + 1] int32, request r's rows are query_start[r] : query_start[r + 1]
+    kv_len: Tensor  # [R] int32, keys of each request in the cache
+    block_tables: Tensor  # [R, max_blocks] int32
+    block_size: int  # cache rows per block
+    max_query: int  # most rows of one request
+    max_kv: int  # most keys of one request
+
+    def __post_init__(self) -> None:
+        for tensor in (self.query_start, self.kv_len, self.block_tables):
+            assert tensor.dtype == torch.int32, f"int32 wanted, got {tensor.dtype}"
+            assert tensor.stride(-1) == 1, "the last dimension must be contiguous"
+
+
+def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
+    """Causal attention of each request's rows, which are the last of its `kv_len` keys.
+
+    Their own keys and values must already be in the cache. Decoding requests (a few rows) and prefill chunks
+    (hundreds) mix in one call. q [N, H, D], k_cache and v_cache [S, KV, D] → [N, H, D].
+    """
+    return ops_for(q).paged_attention(q, k_cache, v_cache, batch, scale)
+
+
+def block_attention(
+    q: Tensor,
+    k_block: Tensor,
+    v_block: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+) -> Tensor:
+    """A drafter's attention: each row sees all `kv_len` context keys and every row of its own block, both
+    ways.
+
+    `kv_len` may be 0. q [N, H, D], k_block and v_block [N, KV, D] (the block's own), k_cache and v_cache [S,
+    KV, D] → [N, H, D].
+    """
+    return ops_for(q).block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale)

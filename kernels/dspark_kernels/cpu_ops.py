@@ -1,0 +1,266 @@
+"""The compiled CPU versions of the ops (csrc/), called through ctypes, which releases the GIL for the call.
+
+Same arguments and results as `torch_ops`. Shapes the compiled code does not carry (head sizes that are no
+multiple of 32, types mixed in one call) go to the reference.
+"""
+
+import ctypes
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dspark_kernels import torch_ops
+
+if TYPE_CHECKING:
+    from dspark_kernels.attention import PagedBatch
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the code of each supported type in csrc/cpu_ops.cpp
+HEAD_DIM_MULTIPLE = 32  # two of the widest vectors: RoPE rotates halves, bf16 attention multiplies pairs
+MAX_HEAD_DIM = 1024  # the padding row of csrc/attention.h
+
+_INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+def _bind(library: ctypes.CDLL, name: str, *argument_types: type) -> "ctypes._NamedFuncPointer":
+    function = library[name]
+    function.argtypes = argument_types
+    function.restype = None
+    return function
+
+
+class CpuOps:
+    """The ops over one loaded library. Thread-safe: scratch memory is per thread."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._norm = _bind(library, "dspark_rms_norm", _INT, *[_POINTER] * 5, _LONG, _LONG, _FLOAT, _INT)
+        self._silu = _bind(library, "dspark_silu_mul", _INT, _POINTER, _POINTER, _LONG, _LONG, _INT)
+        self._rope = _bind(library, "dspark_rope", _INT, *[_POINTER] * 9, *[_LONG] * 6, _FLOAT, _INT)
+        self._attention = _bind(
+            library, "dspark_attention", _INT, *[_POINTER] * 9, *[_LONG] * 8, _FLOAT, _INT
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if weight.dtype != x.dtype:
+            return torch_ops.rms_norm(x, weight, eps)
+        x, weight = x.contiguous(), weight.contiguous()
+        out = torch.empty_like(x)
+        rows, size = x.shape
+        self._norm(
+            TYPES[x.dtype],
+            out.data_ptr(),
+            None,
+            x.data_ptr(),
+            None,
+            weight.data_ptr(),
+            rows,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if weight.dtype != x.dtype or residual.dtype != x.dtype:
+            return torch_ops.add_rms_norm(x, residual, weight, eps)
+        x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        rows, size = x.shape
+        self._norm(
+            TYPES[x.dtype],
+            out.data_ptr(),
+            total.data_ptr(),
+            x.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            rows,
+            size,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out, total
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, width = gate_up.shape
+        out = gate_up.new_empty((rows, width // 2))
+        self._silu(
+            TYPES[gate_up.dtype],
+            out.data_ptr(),
+            gate_up.data_ptr(),
+            rows,
+            width // 2,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def qkv_rope(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = qkv.shape[0]
+        dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        if not _carries(qkv, dim, q_norm, k_norm):
+            return torch_ops.qkv_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
+        q = qkv.new_empty((rows, num_heads, dim))
+        k, v = qkv.new_empty((2, rows, num_kv_heads, dim)).unbind(0)
+        self._rotate(qkv, cos, sin, q, num_heads, num_kv_heads, q_norm, k_norm, eps, k, v, None)
+        return q, k, v
+
+    def qkv_rope_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        dim = k_cache.shape[2]
+        if not _carries(qkv, dim, q_norm, k_norm, k_cache, v_cache):
+            return torch_ops.qkv_rope_store(
+                qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots
+            )
+        q = qkv.new_empty((qkv.shape[0], num_heads, dim))
+        self._rotate(qkv, cos, sin, q, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots)
+        return q
+
+    def k_rope_store(
+        self,
+        kv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_kv_heads: int,
+        k_norm: Tensor | None,
+        eps: float,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        if not _carries(kv, k_cache.shape[2], k_norm, k_cache, v_cache):
+            torch_ops.k_rope_store(kv, cos, sin, num_kv_heads, k_norm, eps, k_cache, v_cache, slots)
+            return
+        self._rotate(kv, cos, sin, None, 0, num_kv_heads, None, k_norm, eps, k_cache, v_cache, slots)
+
+    def _rotate(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q: Tensor | None,
+        num_heads: int,
+        num_kv_heads: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        k: Tensor,
+        v: Tensor,
+        slots: Tensor | None,
+    ) -> None:
+        """`slots` None: k and v hold one row per input row."""
+        assert slots is None or slots.dtype == torch.int64
+        qkv, cos, sin = qkv.contiguous(), cos.float().contiguous(), sin.float().contiguous()
+        self._rope(
+            TYPES[qkv.dtype],
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(),
+            None if k_norm is None else k_norm.data_ptr(),
+            None if q is None else q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            None if slots is None else slots.data_ptr(),
+            qkv.shape[0],
+            num_heads,
+            num_kv_heads,
+            k.shape[2],
+            k.stride(0),
+            v.stride(0),
+            eps,
+            torch.get_num_threads(),
+        )
+
+    def paged_attention(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBatch", scale: float
+    ) -> Tensor:
+        if not _carries(q, q.shape[2], k_cache, v_cache):
+            return torch_ops.paged_attention(q, k_cache, v_cache, batch, scale)
+        return self._attend(q, None, None, k_cache, v_cache, batch, scale)
+
+    def block_attention(
+        self,
+        q: Tensor,
+        k_block: Tensor,
+        v_block: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: "PagedBatch",
+        scale: float,
+    ) -> Tensor:
+        if not _carries(q, q.shape[2], k_block, v_block, k_cache, v_cache):
+            return torch_ops.block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale)
+        return self._attend(q, k_block.contiguous(), v_block.contiguous(), k_cache, v_cache, batch, scale)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k_block: Tensor | None,
+        v_block: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: "PagedBatch",
+        scale: float,
+    ) -> Tensor:
+        q = q.contiguous()
+        out = torch.empty_like(q)
+        tables = batch.block_tables
+        self._attention(
+            TYPES[q.dtype],
+            q.data_ptr(),
+            None if k_block is None else k_block.data_ptr(),
+            None if v_block is None else v_block.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            out.data_ptr(),
+            batch.query_start.data_ptr(),
+            batch.kv_len.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            tables.shape[0],
+            q.shape[1],
+            k_cache.shape[1],
+            q.shape[2],
+            batch.block_size,
+            k_cache.stride(0),
+            v_cache.stride(0),
+            scale,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def _carries(x: Tensor, dim: int, *others: Tensor | None) -> bool:
+    """Whether the compiled code takes these: one type, whole vectors per head, a row's heads side by side."""
+    if dim % HEAD_DIM_MULTIPLE or dim > MAX_HEAD_DIM:
+        return False
+    for other in others:
+        if other is None:
+            continue
+        if other.dtype != x.dtype or other.stride(-1) != 1:
+            return False
+        if other.dim() == 3 and other.stride(1) != dim:
+            return False
+    return True

@@ -1,0 +1,186 @@
+// The CPU versions of the ops: norm, activation, RoPE with cache stores, paged attention. Plain pointers in, no torch
+// headers, so that the file compiles in seconds. Every function takes `type` (0: fp32, 1: bf16) and `threads`, and
+// computes each output row the same way whatever else is in the batch and however many threads run.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include <omp.h>
+
+#include "vec.h"
+
+#include "attention.h"
+
+namespace {
+
+// Below this many elements a parallel region costs more than it saves.
+constexpr int64_t kSerialElements = 16384;
+
+int team(int threads, int64_t elements) { return elements < kSerialElements ? 1 : threads; }
+
+// out = x / rms(x) · weight; the normalised value is rounded to T before it is scaled, as Hugging Face's Llama does.
+template <class T>
+void norm_row(T* out, const T* x, const T* weight, int64_t size, float eps) {
+  vf total = splat(0);
+  int64_t i = 0;
+  for (; i + W <= size; i += W) {
+    vf v = load(x + i);
+    total += v * v;
+  }
+  float squares = sum(total);
+  for (; i < size; i++) squares += to_float(x[i]) * to_float(x[i]);
+  float scale = 1.0f / std::sqrt(squares / float(size) + eps);
+  for (i = 0; i + W <= size; i += W) store(out + i, round_to<T>(load(x + i) * scale) * load(weight + i));
+  if (i < size) {
+    T xs[W] = {}, ws[W] = {}, os[W];
+    std::copy(x + i, x + size, xs);
+    std::copy(weight + i, weight + size, ws);
+    store(os, round_to<T>(load(xs) * scale) * load(ws));
+    std::copy(os, os + (size - i), out + i);
+  }
+}
+
+template <class T>
+void add_row(T* out, const T* a, const T* b, int64_t size) {
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store(out + i, load(a + i) + load(b + i));
+  if (i < size) {
+    T as[W] = {}, bs[W] = {}, os[W];
+    std::copy(a + i, a + size, as);
+    std::copy(b + i, b + size, bs);
+    store(os, load(as) + load(bs));
+    std::copy(os, os + (size - i), out + i);
+  }
+}
+
+template <class T>
+void rms_norm(T* out, T* total, const T* x, const T* residual, const T* weight, int64_t rows, int64_t size,
+              float eps, int threads) {
+#pragma omp parallel for num_threads(team(threads, rows * size))
+  for (int64_t n = 0; n < rows; n++) {
+    const T* input = x + n * size;
+    if (residual) {
+      add_row(total + n * size, input, residual + n * size, size);
+      input = total + n * size;
+    }
+    norm_row(out + n * size, input, weight, size, eps);
+  }
+}
+
+inline vf silu_mul(vf gate, vf up) { return gate / (1.0f + vexp(-gate)) * up; }
+
+template <class T>
+void silu_mul(T* out, const T* gate_up, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for num_threads(team(threads, rows * size * 2))
+  for (int64_t n = 0; n < rows; n++) {
+    const T* gate = gate_up + n * 2 * size;
+    const T* up = gate + size;
+    T* o = out + n * size;
+    int64_t i = 0;
+    for (; i + W <= size; i += W) store(o + i, silu_mul(load(gate + i), load(up + i)));
+    if (i < size) {
+      T gs[W] = {}, us[W] = {}, os[W];
+      std::copy(gate + i, gate + size, gs);
+      std::copy(up + i, up + size, us);
+      store(os, silu_mul(load(gs), load(us)));
+      std::copy(os, os + (size - i), o + i);
+    }
+  }
+}
+
+// One head: optional norm, then (a·cos - b·sin, b·cos + a·sin) of its halves. dim is a multiple of 2·W.
+template <class T>
+void rope_head(T* out, const T* x, const float* cos, const float* sin, const T* norm, float eps, int64_t dim) {
+  if (norm) {
+    norm_row(out, x, norm, dim, eps);
+    x = out;
+  }
+  int64_t half = dim / 2;
+  for (int64_t i = 0; i < half; i += W) {
+    vf a = load(x + i), b = load(x + half + i), c = load(cos + i), s = load(sin + i);
+    store(out + i, a * c - b * s);
+    store(out + half + i, b * c + a * s);
+  }
+}
+
+struct Rope {
+  const void* qkv;  // [N, (heads + 2·kv_heads)·dim], heads is 0 for a K/V projection
+  const float *cos, *sin;
+  const void *q_norm, *k_norm;  // [dim] or null
+  void* q;
+  void *k, *v;           // cache rows, or row n when slots is null
+  const int64_t* slots;  // [N] or null
+  int64_t rows, heads, kv_heads, dim, k_stride, v_stride;
+  float eps;
+};
+
+template <class T>
+void rope(const Rope& a, int threads) {
+  int64_t kv_width = a.kv_heads * a.dim, width = a.heads * a.dim + 2 * kv_width;
+#pragma omp parallel for num_threads(team(threads, a.rows* width))
+  for (int64_t n = 0; n < a.rows; n++) {
+    const T* x = static_cast<const T*>(a.qkv) + n * width;
+    const float *cos = a.cos + n * a.dim / 2, *sin = a.sin + n * a.dim / 2;
+    T* q = static_cast<T*>(a.q) + n * a.heads * a.dim;
+    for (int64_t h = 0; h < a.heads; h++, x += a.dim)
+      rope_head(q + h * a.dim, x, cos, sin, static_cast<const T*>(a.q_norm), a.eps, a.dim);
+    int64_t slot = a.slots ? a.slots[n] : n;
+    if (slot < 0) continue;
+    T* k = static_cast<T*>(a.k) + slot * a.k_stride;
+    for (int64_t h = 0; h < a.kv_heads; h++, x += a.dim)
+      rope_head(k + h * a.dim, x, cos, sin, static_cast<const T*>(a.k_norm), a.eps, a.dim);
+    memcpy(static_cast<T*>(a.v) + slot * a.v_stride, x, kv_width * sizeof(T));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void dspark_rms_norm(int type, void* out, void* total, const void* x, const void* residual, const void* weight,
+                     int64_t rows, int64_t size, float eps, int threads) {
+  if (type)
+    rms_norm((bf16*)out, (bf16*)total, (const bf16*)x, (const bf16*)residual, (const bf16*)weight, rows, size, eps,
+             threads);
+  else
+    rms_norm((float*)out, (float*)total, (const float*)x, (const float*)residual, (const float*)weight, rows, size,
+             eps, threads);
+}
+
+void dspark_silu_mul(int type, void* out, const void* gate_up, int64_t rows, int64_t size, int threads) {
+  if (type)
+    silu_mul((bf16*)out, (const bf16*)gate_up, rows, size, threads);
+  else
+    silu_mul((float*)out, (const float*)gate_up, rows, size, threads);
+}
+
+void dspark_rope(int type, const void* qkv, const void* cos, const void* sin, const void* q_norm, const void* k_norm,
+                 void* q, void* k, void* v, const void* slots, int64_t rows, int64_t heads, int64_t kv_heads,
+                 int64_t dim, int64_t k_stride, int64_t v_stride, float eps, int threads) {
+  Rope a{qkv, (const float*)cos, (const float*)sin, q_norm, k_norm, q, k, v, (const int64_t*)slots,
+         rows, heads, kv_heads, dim, k_stride, v_stride, eps};
+  if (type)
+    rope<bf16>(a, threads);
+  else
+    rope<float>(a, threads);
+}
+
+void dspark_attention(int type, const void* q, const void* k_block, const void* v_block, const void* k_cache,
+                      const void* v_cache, void* out, const void* query_start, const void* kv_len,
+                      const void* block_tables, int64_t table_stride, int64_t requests, int64_t heads,
+                      int64_t kv_heads, int64_t dim, int64_t block_size, int64_t k_stride, int64_t v_stride,
+                      float scale, int threads) {
+  attention::Args a{q, k_block, v_block, k_cache, v_cache, out,
+                    (const int32_t*)query_start, (const int32_t*)kv_len, (const int32_t*)block_tables,
+                    table_stride, requests, heads, kv_heads, dim, block_size, k_stride, v_stride, scale};
+  if (type)
+    attention::run<bf16>(a, threads);
+  else
+    attention::run<float>(a, threads);
+}
+
+}  // extern "C"

@@ -1,0 +1,108 @@
+"""The torch reference of every op but attention: plain, differentiable, any device. Arithmetic is fp32
+inside.
+
+Rounding follows Hugging Face's Llama where two orders are possible (the norm rounds before it scales), so
+that bf16 results stay as close to transformers' as the faster versions allow.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dspark_kernels.torch_attention import block_attention, paged_attention
+
+__all__ = [
+    "add_rms_norm",
+    "block_attention",
+    "k_rope_store",
+    "paged_attention",
+    "qkv_rope",
+    "qkv_rope_store",
+    "rms_norm",
+    "silu_mul",
+]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * (x32 * scale).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in the half-split convention: x [N, heads, D], cos and sin [N, D/2] fp32 → [N, heads, D]."""
+    first, second = x.float().chunk(2, dim=-1)
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+def qkv_rope(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
+
+
+def qkv_rope_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    q, k, v = qkv_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
+    _store(k, v, k_cache, v_cache, slots)
+    return q
+
+
+def k_rope_store(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    num_kv_heads: int,
+    k_norm: Tensor | None,
+    eps: float,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+) -> None:
+    k, v = kv.view(kv.shape[0], 2, num_kv_heads, -1).unbind(1)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    _store(rotate(k, cos, sin), v, k_cache, v_cache, slots)
+
+
+def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Write rows to their cache slots; rows with a negative slot are dropped."""
+    kept = slots >= 0
+    k_cache[slots[kept]] = k[kept]
+    v_cache[slots[kept]] = v[kept]

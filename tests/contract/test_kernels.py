@@ -1,0 +1,326 @@
+"""Every op: the compiled CPU version equals the torch reference, and the reference equals a naive loop.
+
+Skipped as a whole where no C++ compiler builds the CPU version, but for the reference's own tests.
+"""
+
+import itertools
+
+import pytest
+import torch
+from dspark_kernels import dispatch, torch_ops
+from dspark_kernels.attention import PagedBatch, block_attention, paged_attention
+from dspark_kernels.cpu_build import BuildError, load_library
+from dspark_kernels.cpu_ops import CpuOps
+from dspark_kernels.linear import PackedLinear
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16)
+# fp32 sums differ in order only; a bf16 result may round the other way (2^-7 of itself at most), and
+# attention's weights are bf16 too (a little of the largest result).
+RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+OF_LARGEST = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def _quiet_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def cpu() -> CpuOps:
+    try:
+        return CpuOps(load_library())
+    except BuildError as error:
+        pytest.skip(f"no CPU version here: {error}")
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    """Equal but for rounding: of each value, and of the largest value where sums cancel."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    largest = expected.float().abs().max().item()
+    torch.testing.assert_close(
+        actual.float(),
+        expected.float(),
+        rtol=RELATIVE[expected.dtype],
+        atol=OF_LARGEST[expected.dtype] * largest,
+    )
+
+
+def cases(*axes):
+    return list(itertools.product(*axes))
+
+
+# --- norm, activation
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rows", "size"), cases(DTYPES, (0, 1, 3, 65), (5, 64, 100, 576)))
+def test_norms_equal_the_reference(cpu, dtype, rows, size):
+    x, residual = torch.randn(2, rows, size).to(dtype).unbind(0)
+    weight = torch.randn(size).to(dtype)
+    if rows == 0:
+        assert cpu.rms_norm(x, weight, 1e-5).shape == (0, size)
+        return
+    assert_same(cpu.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+    normed, total = cpu.add_rms_norm(x, residual, weight, 1e-5)
+    expected_normed, expected_total = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert_same(normed, expected_normed)
+
+
+@pytest.mark.parametrize(("dtype", "size"), cases(DTYPES, (7, 32, 100, 1536)))
+def test_silu_mul_equals_the_reference(cpu, dtype, size):
+    gate_up = (torch.randn(9, 2 * size) * 4).to(dtype)
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, -88.0, 0.0])
+    assert_same(cpu.silu_mul(gate_up), torch_ops.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_stays_a_nan(cpu, dtype):
+    x = torch.randn(2, 64).to(dtype)
+    x[0, 3] = float("nan")
+    normed = cpu.rms_norm(x, torch.ones(64, dtype=dtype), 1e-5)
+    assert normed[0].isnan().all()
+    assert not normed[1].isnan().any()
+    assert cpu.silu_mul(x).isnan().sum() == 1
+
+
+# --- RoPE and cache stores
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "heads", "norms"),
+    cases(DTYPES, (16, 32, 64, 128), ((1, 1), (9, 3), (8, 2)), (False, True)),
+)
+def test_rope_equals_the_reference(cpu, dtype, dim, heads, norms):
+    num_heads, num_kv_heads = heads
+    rows, cache_rows = 11, 40
+    qkv = torch.randn(rows, (num_heads + 2 * num_kv_heads) * dim).to(dtype)
+    angle = torch.rand(rows, dim // 2) * 6
+    cos, sin = angle.cos(), angle.sin()
+    q_norm, k_norm = (torch.rand(2, dim) + 0.5).to(dtype).unbind(0) if norms else (None, None)
+    slots = torch.randperm(cache_rows)[:rows]
+    slots[4] = -1
+    shared = (cos, sin, num_heads, num_kv_heads, q_norm, k_norm, 1e-6)
+    for actual, expected in zip(cpu.qkv_rope(qkv, *shared), torch_ops.qkv_rope(qkv, *shared), strict=True):
+        assert_same(actual, expected)
+
+    # The cache is a slice of a larger one, as in a model: rows are further apart than their size.
+    caches = torch.zeros(2, cache_rows, 2, num_kv_heads, dim, dtype=dtype)
+    results = []
+    for ops, cache in zip((cpu, torch_ops), caches, strict=True):
+        results.append(ops.qkv_rope_store(qkv, *shared, cache[:, 0], cache[:, 1], slots))
+    assert_same(results[0], results[1])
+    assert_same(caches[0], caches[1])
+    assert (caches[0].abs().sum((1, 2, 3)) > 0).sum() == rows - 1
+
+    caches.zero_()
+    kv = qkv[:, num_heads * dim :]
+    for ops, cache in zip((cpu, torch_ops), caches, strict=True):
+        ops.k_rope_store(kv, cos, sin, num_kv_heads, k_norm, 1e-6, cache[:, 0], cache[:, 1], slots)
+    assert_same(caches[0], caches[1])
+
+
+# --- attention
+# ----------------------------------------------------------------------------------------------------
+
+
+def make_batch(
+    counts: list[int], contexts: list[int], block_size: int, *, spare: int
+) -> tuple[PagedBatch, int]:
+    """Requests with that many rows and keys, blocks in random order → the batch, the cache's rows."""
+    blocks = [-(-length // block_size) for length in contexts]
+    order = torch.randperm(sum(blocks) + spare)
+    tables = torch.zeros(len(counts), max([*blocks, 1]), dtype=torch.int32)
+    at = 0
+    for r, n in enumerate(blocks):
+        tables[r, :n] = order[at : at + n]
+        at += n
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    kv_len = torch.tensor(contexts, dtype=torch.int32)
+    batch = PagedBatch(starts, kv_len, tables, block_size, max(counts), max(contexts))
+    return batch, (sum(blocks) + spare) * block_size
+
+
+def naive_attention(q, k_block, v_block, k_cache, v_cache, batch: PagedBatch, scale: float) -> Tensor:
+    """One row at a time, in fp64; causal when there is no block of its own."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    group = q.shape[1] // k_cache.shape[1]
+    starts, contexts, tables = (x.tolist() for x in (batch.query_start, batch.kv_len, batch.block_tables))
+    for r, context in enumerate(contexts):
+        size, own = batch.block_size, slice(starts[r], starts[r + 1])
+        at = [tables[r][j // size] * size + j % size for j in range(context)]
+        k, v = k_cache[at].double(), v_cache[at].double()
+        if k_block is not None:
+            k, v = torch.cat([k, k_block[own].double()]), torch.cat([v, v_block[own].double()])
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        for row in range(starts[r], starts[r + 1]):
+            seen = len(k) if k_block is not None else context - (starts[r + 1] - row) + 1
+            scores = torch.einsum("hd,khd->hk", q[row].double(), k[:seen]) * scale
+            out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, -1), v[:seen])
+    return out.to(q.dtype)
+
+
+def make_tensors(
+    batch: PagedBatch, cache_rows: int, num_heads: int, num_kv_heads: int, dim: int, dtype: torch.dtype
+):
+    rows = int(batch.query_start[-1])
+    q = torch.randn(rows, num_heads, dim).to(dtype)
+    k_block, v_block = torch.randn(2, rows, num_kv_heads, dim).to(dtype).unbind(0)
+    cache = torch.randn(cache_rows, 2, num_kv_heads, dim).to(dtype)  # interleaved: strided rows
+    return q, k_block, v_block, cache[:, 0], cache[:, 1]
+
+
+MIXED = ([1, 4, 40, 8, 1], [1, 9, 130, 300, 64])
+RAGGED = {
+    "one row": ([1], [1]),
+    "decode": ([1, 4, 2, 8], [5, 300, 65, 128]),
+    "mixed": MIXED,
+    "whole prompts": ([33, 100], [33, 100]),
+    "long": ([3], [700]),
+    "an idle request": ([2, 0, 3], [10, 7, 3]),
+}
+HEADS = ((3, 3), (9, 3), (4, 1))
+
+
+@pytest.mark.parametrize("shape", ["decode", "mixed"])
+def test_the_reference_equals_a_naive_loop(shape):
+    batch, cache_rows = make_batch(*RAGGED[shape], 16, spare=3)
+    q, k_block, v_block, k_cache, v_cache = make_tensors(batch, cache_rows, 3, 1, 32, torch.float32)
+    expected = naive_attention(q, None, None, k_cache, v_cache, batch, 0.2)
+    assert_same(torch_ops.paged_attention(q, k_cache, v_cache, batch, 0.2), expected)
+    expected = naive_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.2)
+    assert_same(torch_ops.block_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.2), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "heads", "dim", "block_size"),
+    [
+        *cases(DTYPES, RAGGED, HEADS, (64,), (16,)),
+        *cases(DTYPES, ("mixed",), HEADS, (32, 96, 128, 16), (1, 4)),
+    ],
+)
+def test_attention_equals_the_reference(cpu, dtype, shape, heads, dim, block_size):
+    batch, cache_rows = make_batch(*RAGGED[shape], block_size, spare=5)
+    q, k_block, v_block, k_cache, v_cache = make_tensors(batch, cache_rows, *heads, dim, dtype)
+    scale = dim**-0.5
+    expected = torch_ops.paged_attention(q, k_cache, v_cache, batch, scale)
+    assert_same(cpu.paged_attention(q, k_cache, v_cache, batch, scale), expected)
+    expected = torch_ops.block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale)
+    assert_same(cpu.block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_block_attention_without_context(cpu, dtype):
+    batch, cache_rows = make_batch([7, 7, 3], [0, 20, 0], 16, spare=1)
+    tensors = make_tensors(batch, cache_rows, 9, 3, 64, dtype)
+    expected = naive_attention(*tensors, batch, 0.125)
+    assert_same(cpu.block_attention(*tensors, batch, 0.125), expected)
+    assert_same(torch_ops.block_attention(*tensors, batch, 0.125), expected)
+
+
+@pytest.mark.parametrize(("dtype", "ops_name"), cases(DTYPES, ("cpu", "torch")))
+def test_the_comparison_sees_one_wrong_key(request, dtype, ops_name):
+    """A planted fault (one key too many for the first row of a request) must not pass for a rounding."""
+    ops = request.getfixturevalue("cpu") if ops_name == "cpu" else torch_ops
+    batch, cache_rows = make_batch([4], [300], 16, spare=2)
+    q, _, _, k_cache, v_cache = make_tensors(batch, cache_rows, 9, 3, 64, dtype)
+    longer = PagedBatch(batch.query_start, batch.kv_len + 1, batch.block_tables, 16, 4, 301)
+    result = ops.paged_attention(q, k_cache, v_cache, longer, 0.125)
+    with pytest.raises(AssertionError):
+        assert_same(result, naive_attention(q, None, None, k_cache, v_cache, batch, 0.125))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unwritten_cache_rows_do_not_leak(cpu, dtype):
+    batch, cache_rows = make_batch([3, 1], [19, 70], 16, spare=2)
+    q, k_block, v_block, k_cache, v_cache = make_tensors(batch, cache_rows, 9, 3, 64, dtype)
+    used = torch.zeros(cache_rows, dtype=torch.bool)
+    for r, length in enumerate(batch.kv_len.tolist()):
+        for j in range(length):
+            used[int(batch.block_tables[r, j // 16]) * 16 + j % 16] = True
+    k_cache[~used] = float("nan")
+    v_cache[~used] = float("nan")
+    assert not cpu.paged_attention(q, k_cache, v_cache, batch, 0.125).isnan().any()
+    assert not cpu.block_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.125).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(cpu, dtype):
+    batch, cache_rows = make_batch([4, 40, 8, 1], [700, 130, 300, 64], 16, spare=3)
+    q, _, _, k_cache, v_cache = make_tensors(batch, cache_rows, 9, 3, 64, dtype)
+    together = cpu.paged_attention(q, k_cache, v_cache, batch, 0.125)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for r in range(4):
+            begin, end = batch.query_start[r : r + 2].tolist()
+            for row in {begin, end - 1}:
+                alone = PagedBatch(
+                    torch.tensor([0, 1], dtype=torch.int32),
+                    batch.kv_len[r : r + 1] - (end - 1 - row),
+                    batch.block_tables[r : r + 1],
+                    16,
+                    1,
+                    int(batch.kv_len[r]),
+                )
+                single = cpu.paged_attention(q[row : row + 1], k_cache, v_cache, alone, 0.125)
+                assert torch.equal(single[0], together[row])
+
+
+# --- linear
+# -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "rows", "bias"), cases(DTYPES, (1, 5, 70), (False, True)))
+def test_packed_linear_equals_linear(dtype, rows, bias):
+    weight, offset = torch.randn(96, 160).to(dtype), torch.randn(96).to(dtype) if bias else None
+    x = torch.randn(rows, 160).to(dtype)
+    with torch.inference_mode():
+        linear = PackedLinear(weight, offset)
+        assert (linear.out_features, linear.in_features) == (96, 160)
+        assert_same(linear(x), torch.nn.functional.linear(x, weight, offset))
+
+
+# --- dispatch
+# -----------------------------------------------------------------------------------------------------
+
+
+def test_nonsense_in_the_environment_fails(monkeypatch):
+    monkeypatch.setenv(dispatch.ENV_VARIABLE, "fast")
+    with pytest.raises(ValueError, match="auto, cpu, torch"):
+        dispatch.requested_version()
+
+
+def test_no_compiler_means_the_reference_or_an_error(monkeypatch, caplog):
+    def broken():
+        raise BuildError("no C++ compiler")
+
+    monkeypatch.setattr(dispatch, "load_library", broken)
+    assert dispatch.choose("auto") is torch_ops
+    assert "no C++ compiler" in caplog.text
+    with pytest.raises(BuildError):
+        dispatch.choose("cpu")
+    assert dispatch.choose("torch") is torch_ops
+
+
+def test_gradients_and_other_types_use_the_reference():
+    x = torch.randn(2, 64)
+    assert dispatch.ops_for(x.double()) is torch_ops
+    assert dispatch.ops_for(x, torch.ones(64, requires_grad=True)) is torch_ops
+    with torch.no_grad():
+        assert dispatch.ops_for(x, torch.ones(64, requires_grad=True)) is dispatch.cpu_version()
+
+
+def test_the_public_functions_run_the_chosen_version():
+    batch, cache_rows = make_batch([2, 1], [5, 9], 4, spare=1)
+    q, k_block, v_block, k_cache, v_cache = make_tensors(batch, cache_rows, 3, 1, 32, torch.float32)
+    expected = naive_attention(q, None, None, k_cache, v_cache, batch, 0.2)
+    assert_same(paged_attention(q, k_cache, v_cache, batch, 0.2), expected)
+    expected = naive_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.2)
+    assert_same(block_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.2), expected)
