@@ -99,7 +99,7 @@ def _prediction_error(stats: EngineStats) -> float:
 
 
 _STEP_MS_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 35.0, 50.0, 75.0, 100.0, 150.0, 250.0, 500.0, 1000.0, 2500.0)
-_BUDGET_BUCKETS = (0.0, 1.0, 2.0, 4.0, 7.0, 14.0, 28.0, 56.0, 112.0, 224.0, 448.0, 896.0, 1792.0)
+_BUDGET_BUCKETS = (0.5, 1.0, 2.0, 4.0, 7.0, 14.0, 28.0, 56.0, 112.0, 224.0, 448.0, 896.0, 1792.0)
 
 METRICS: tuple[Metric, ...] = (
     # Speculation. drafted = verified + trimmed; verified = accepted + rejected.
