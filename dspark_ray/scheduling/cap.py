@@ -36,11 +36,16 @@ class TokenBucket:
         """Spend. More than was available leaves a debt, which is paid off before the next token."""
         self._credit -= num_tokens
 
-    def set_rate(self, rate_per_s: float) -> None:
+    def set_rate(self, rate_per_s: float, burst: float | None = None) -> None:
         """A new share, from the next `available` on. A lower one shrinks saved credit in proportion, so
         that a cut is felt at once and not after the savings of better times are spent.
+
+        burst: the new most credit kept; needed by callers that derive it from the rate.
         """
         assert 0 <= rate_per_s < math.inf, "the rate is a finite number of tokens per second"
         if rate_per_s < self._rate_per_s and self._credit > 0:
             self._credit *= rate_per_s / self._rate_per_s
         self._rate_per_s = rate_per_s
+        if burst is not None:
+            self._burst = max(burst, 1.0)
+            self._credit = min(self._credit, self._burst)

@@ -69,3 +69,12 @@ def test_debt_is_paid_off_first_and_backward_time_earns_nothing():
     assert bucket.available(500.0) == 0
     assert bucket.available(549.0) == 0
     assert bucket.available(575.0) == 2  # −5 and 75 ms
+
+
+def test_a_share_that_grows_from_nothing_is_used_in_full():
+    bucket, clock = TokenBucket(0.0, burst=0.0), ManualClock()
+    assert spend(bucket, clock, 10, 100.0, 64) == 1
+    bucket.set_rate(200.0, burst=50.0)
+    assert spend(bucket, clock, 50, 100.0, 64) == pytest.approx(1000, abs=20)
+    bucket.set_rate(200.0, burst=5.0)
+    assert bucket.available(clock.now_ms()) <= 5
