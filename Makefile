@@ -1,0 +1,70 @@
+# dspark-ray.  `make serve` answers from a real model on port 8000; `make test` runs every test.
+#
+#   make serve CONFIG=configs/other.yaml     another model, another port, more replicas
+#   make serve PYTHON=python3.12 VENV=/tmp/v another interpreter, another place
+#   make serve TORCH=torch                   the newest torch, e.g. for a GPU
+
+VENV   ?= .venv
+CONFIG ?= configs/smollm2-135m-cpu.yaml
+TORCH  ?= torch==2.13.0
+# The first interpreter that runs and is new enough (a version manager's stub may exist without running).
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOG := $(VENV)/install.log
+
+.PHONY: help setup fetch serve format check test test-gpu clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+# Installs $(1), showing large downloads and the last step; everything is in $(LOG).
+define pip_install
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar=off $(1) 2>&1 | tee -a $(LOG) \
+	  | sed -nuE 's/^ *(Downloading .*[MG]B\)|Building wheel[^(]*|Installing collected packages).*/      \1/p' \
+	  || { echo "pip failed; the end of $(LOG):"; tail -n 25 $(LOG); exit 1; }
+endef
+
+$(STAMP): pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed; name one with PYTHON=..."; exit 1; }
+	@echo "[1/3] virtual environment $(VENV) with $$($(PYTHON) --version)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@: > $(LOG)
+	@echo "[2/3] $(TORCH) (a few minutes)"
+	$(call pip_install,"$(TORCH)")
+	@echo "[3/3] dspark-ray and its dependencies (a few minutes)"
+	$(call pip_install,-e ".[dev]")
+	@touch $@
+
+setup: $(STAMP)  ## virtual environment with everything in it
+
+fetch: setup  ## download and convert the default model, once
+	@$(BIN)/dspark-ray fetch
+
+serve: fetch  ## a server on port 8000 with a real model
+	@$(BIN)/dspark-ray serve $(CONFIG)
+
+format: setup  ## rewrite the code in the project's format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+check: setup  ## format, lint, types and the quick tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not gpu and not ray and not e2e"
+
+test: check fetch  ## check, then the tests with Ray and the real model
+	$(BIN)/pytest -m "(ray or e2e) and not gpu"
+
+test-gpu: setup  ## the tests that need a GPU
+	$(BIN)/pytest -m gpu
+
+clean:  ## remove the environment and what tools left; not the model cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

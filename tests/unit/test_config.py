@@ -1,0 +1,103 @@
+"""Every configuration in the repository loads; every mistake is named."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dspark_ray.core.config import AppConfig, load_app_config, parse_app_config
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.types import VerificationMode
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVED_CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", SERVED_CONFIGS, ids=lambda path: path.name)
+def test_every_served_configuration_loads(path: Path) -> None:
+    config = load_app_config(path)
+    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert document["applications"][0]["import_path"] == "deployments.app:build_app"
+    assert config == parse_app_config(config.model_dump(mode="json"))
+
+
+def test_there_is_a_default_to_serve() -> None:
+    assert ROOT / "configs" / "smollm2-135m-cpu.yaml" in SERVED_CONFIGS
+
+
+def test_defaults_need_no_keys() -> None:
+    config = parse_app_config({})
+    assert config.model.source == "default"
+    assert config.speculation.mode is VerificationMode.ADAPTIVE
+    assert config.speculation.drafter.kind == "none"
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"modle": {}}, "modle"),
+        ({"engine": {"kv_blocks": 3}}, "engine.kv_blocks"),
+        ({"engine": {"max_running": 0}}, "engine.max_running"),
+        ({"engine": {"max_running": 9, "max_step_rows": 8}}, "max_running must not exceed max_step_rows"),
+        ({"model": {"dtype": "float64"}}, "model.dtype"),
+        ({"model": "default"}, "model"),
+        ({"speculation": {"mode": "sometimes"}}, "speculation.mode"),
+        ({"speculation": {"num_draft_tokens": 33}}, "speculation.num_draft_tokens"),
+        ({"speculation": {"num_draft_tokens": 3, "fixed_tokens": 4}}, "fixed_tokens must not exceed"),
+        ({"speculation": {"threshold": 1.5}}, "speculation.threshold"),
+        ({"speculation": {"drafter": {"kind": "dspark"}}}, "drafter.path is required"),
+        ({"speculation": {"drafter": {"kind": "ngram", "ngram_min": 5}}}, "ngram_min must not exceed"),
+        ({"scheduler": {"policy": "shared_cap"}}, "cap_draft_tokens_per_s is required"),
+        ({"scheduler": {"cap_draft_tokens_per_s": 0}}, "scheduler.cap_draft_tokens_per_s"),
+        ({"serving": {"num_replicas": "two"}}, "serving.num_replicas"),
+    ],
+)
+def test_a_mistake_is_named(args: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        parse_app_config(args)
+
+
+def test_all_mistakes_are_listed_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_app_config({"modle": {}, "engine": {"max_running": 0}})
+    assert str(caught.value).count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("applications: [", "is not valid YAML"),
+        ("", "no 'applications' list"),
+        ("applications: []", "no 'applications' list"),
+        ("applications: [text]", "no 'applications' list"),
+        ("[1, 2]", "no 'applications' list"),
+        ("applications: [{args: {engine: {max_running: -1}}}]", "engine.max_running"),
+        ("applications: [{args: [1]}]", "not valid"),
+    ],
+)
+def test_files_that_cannot_work(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_app_config(path)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_app_config(tmp_path / "absent.yaml")
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load_app_config(tmp_path / "binary.yaml")
+
+
+def test_no_args_are_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    for text in ("applications: [{name: x}]", "applications: [{args: }]"):
+        path.write_text(text, encoding="utf-8")
+        assert load_app_config(path) == AppConfig()
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse_app_config({}).engine.max_running = 3  # type: ignore[misc]
