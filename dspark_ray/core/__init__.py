@@ -1,0 +1,1 @@
+"""Floor 0: types, configuration, registry, clock, errors. Imports nothing of the program."""

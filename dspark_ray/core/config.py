@@ -1,0 +1,144 @@
+"""The configuration a user writes, checked key by key: unknown keys are errors, every value has a range.
+
+`load_app_config` reads the same YAML that `serve run` takes, so that every command of the CLI and the
+served application are driven by one file.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.types import VerificationMode
+
+DEFAULT_MODEL_ID = "smollm2-135m-instruct"
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, and no key passes unread."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The target model."""
+
+    id: str = Field(DEFAULT_MODEL_ID, description="name that clients use")
+    source: str = Field("default", description="'default' (SmolLM2), a local directory or a hub id")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: int = Field(2048, ge=16, description="longest prompt + output, in tokens")
+
+
+class EngineConfig(Section):
+    """The step loop and its memory."""
+
+    num_threads: int | None = Field(None, ge=1, description="torch threads; None: all cores, shared by replicas")
+    kv_block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
+    kv_num_blocks: int = Field(2048, ge=2, description="KV blocks per replica")
+    max_running: int = Field(64, ge=1, description="requests decoded together")
+    max_step_rows: int = Field(512, ge=8, description="rows of one target step, drafts and prefill together")
+    max_waiting: int = Field(512, ge=1, description="queued requests before 503")
+    prefix_cache: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> "EngineConfig":
+        if self.max_running > self.max_step_rows:
+            raise ValueError("engine.max_running must not exceed max_step_rows (each request needs a row)")
+        return self
+
+
+class DrafterConfig(Section):
+    """Who proposes tokens."""
+
+    kind: Literal["none", "ngram", "dspark"] = "dspark"
+    path: str | None = Field(None, description="checkpoint directory (dspark)")
+    ngram_min: int = Field(2, ge=1, description="shortest suffix looked up (ngram)")
+    ngram_max: int = Field(4, ge=1, description="longest suffix looked up (ngram)")
+
+    @model_validator(mode="after")
+    def _check(self) -> "DrafterConfig":
+        if self.kind == "dspark" and not self.path:
+            raise ValueError("drafter.path is required for kind 'dspark'")
+        if self.ngram_min > self.ngram_max:
+            raise ValueError("drafter.ngram_min must not exceed ngram_max")
+        return self
+
+
+class SpeculationConfig(Section):
+    """How much of a draft is verified."""
+
+    drafter: DrafterConfig = DrafterConfig(kind="none")
+    num_draft_tokens: int = Field(7, ge=1, le=32, description="γ; at most the checkpoint's block size")
+    mode: VerificationMode = VerificationMode.ADAPTIVE
+    fixed_tokens: int | None = Field(None, ge=0, description="mode fixed: tokens verified; None: all γ")
+    threshold: float = Field(0.4, ge=0.0, le=1.0, description="mode threshold: least survival verified")
+    temperatures: str | None = Field(None, description="calibration JSON; None: the checkpoint's own, if any")
+    step_table: str | None = Field(None, description="step table JSON; None: profiled once and cached")
+
+    @model_validator(mode="after")
+    def _check(self) -> "SpeculationConfig":
+        if self.fixed_tokens is not None and self.fixed_tokens > self.num_draft_tokens:
+            raise ValueError("speculation.fixed_tokens must not exceed num_draft_tokens")
+        return self
+
+
+class SchedulerConfig(Section):
+    """The central scheduler, one per application."""
+
+    policy: Literal["local", "shared_cap"] = "local"
+    cap_draft_tokens_per_s: float | None = Field(None, gt=0, description="fleet-wide verify rate (shared_cap)")
+    report_interval_ms: float = Field(250.0, ge=20.0)
+    plan_ttl_ms: float = Field(2000.0, ge=100.0, description="a plan older than this is ignored")
+
+    @model_validator(mode="after")
+    def _check(self) -> "SchedulerConfig":
+        if self.policy == "shared_cap" and self.cap_draft_tokens_per_s is None:
+            raise ValueError("scheduler.cap_draft_tokens_per_s is required for policy 'shared_cap'")
+        return self
+
+
+class ServingConfig(Section):
+    """The Serve deployments."""
+
+    num_replicas: int = Field(1, ge=1, description="model copies")
+    num_ingress_replicas: int = Field(1, ge=1)
+    replica_cpus: float = Field(1.0, ge=0.0, description="Ray CPUs reserved per engine actor")
+    max_ongoing_requests: int = Field(256, ge=1, description="per replica, running and queued")
+    request_timeout_s: float = Field(600.0, gt=0)
+    log_interval_s: float = Field(10.0, gt=0, description="speculation log line")
+
+
+class AppConfig(Section):
+    """Everything `build_app` and the command line take: the `args` of one application in the Serve YAML."""
+
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    speculation: SpeculationConfig = SpeculationConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    serving: ServingConfig = ServingConfig()
+
+
+def parse_app_config(args: dict[str, Any]) -> AppConfig:
+    """`args` checked; raises `ConfigError` with one line per wrong key."""
+    try:
+        return AppConfig.model_validate(args)
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError("the configuration is not valid:\n" + "\n".join(lines)) from error
+
+
+def load_app_config(path: Path) -> AppConfig:
+    """The first application's `args` in a Serve config file; raises `ConfigError` naming the file."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    try:
+        args = document["applications"][0].get("args", {})
+    except (TypeError, KeyError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path} has no 'applications' list; see configs/smollm2-135m-cpu.yaml") from error
+    return parse_app_config(args or {})

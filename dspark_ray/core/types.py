@@ -1,0 +1,175 @@
+"""The types that flow between processes and floors, one per hop. Frozen; units in the names.
+
+Arrays are numpy here: floors 0-1 and the simulator run without torch. Types that hold torch tensors
+(`DraftBlock`, `VerifyBatch`) live beside the code that makes them.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended, in OpenAI's words plus `abort` (client gone) and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class VerificationMode(StrEnum):
+    """How many drafted tokens are verified: none, a fixed number, by threshold, or by throughput."""
+
+    OFF = "off"
+    FIXED = "fixed"
+    THRESHOLD = "threshold"
+    ALGORITHM1 = "algorithm1"
+    ADAPTIVE = "adaptive"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when the request ends (stop strings are the detokeniser's job)."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One choice to generate, as the ingress hands it to a replica."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    emitted_token_ids: tuple[int, ...] = ()  # set when the request is resumed after a replica's death
+    reply_address: str = ""  # zmq address of the ingress; empty: outputs stay in the process
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """What one request cost. drafted = verified + trimmed; verified = accepted + rejected."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    completion_tokens: int = 0
+    drafted_tokens: int = 0
+    verified_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The tokens one step emitted for one request; `finish_reason` and `usage` are set on the last."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    usage: RequestUsage | None = None
+    error: str = ""  # set with FinishReason.ERROR
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Running totals with the identities of docs/architecture.md ("Names"). The only mutable type here."""
+
+    block_size: int  # γ
+    drafts: int = 0  # blocks drafted
+    drafted_tokens: int = 0
+    verified_tokens: int = 0
+    trimmed_tokens: int = 0
+    accepted_tokens: int = 0
+    rejected_tokens: int = 0
+    emitted_tokens: int = 0  # all output tokens, the first one (from prefill) included
+    decode_tokens: int = 0  # emitted by decoding steps: the numerator of τ
+    request_steps: int = 0  # request × target step pairs: the denominator of τ, steps with ℓ = 0 included
+    target_steps: int = 0  # target forward passes
+    verified_per_position: list[int] = field(default_factory=list)  # [γ]
+    accepted_per_position: list[int] = field(default_factory=list)  # [γ]
+
+    def __post_init__(self) -> None:
+        self.verified_per_position = self.verified_per_position or [0] * self.block_size
+        self.accepted_per_position = self.accepted_per_position or [0] * self.block_size
+
+    @property
+    def tau(self) -> float:
+        """Emitted decode tokens per request and target step; 0 before the first one."""
+        return self.decode_tokens / self.request_steps if self.request_steps else 0.0
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the verified tokens at each position that were accepted, unconditional. [γ]"""
+        pairs = zip(self.accepted_per_position, self.verified_per_position, strict=True)
+        return [accepted / verified if verified else 0.0 for accepted, verified in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of one engine, for metrics, health and the router."""
+
+    engine_id: str
+    counters: SpeculationCounters
+    num_running: int
+    num_waiting: int
+    kv_used_blocks: int
+    kv_total_blocks: int
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    budget_tokens: float = 0.0  # draft budget, mean over the last second's steps
+    step_predicted_ms: float = 0.0  # likewise
+    step_measured_ms: float = 0.0
+    plan_age_ms: float | None = None  # None: no live plan, the replica plans alone
+    ready: bool = False  # the canary generation has passed
+
+
+@dataclass(frozen=True, slots=True)
+class SurvivalReport:
+    """What a replica tells the scheduler actor, a few times a second: full state, the last one wins."""
+
+    replica_id: str
+    generation: int  # of this replica's engine; a lower one is a dead predecessor's
+    sequence: int  # grows by one a report; an older one is dropped
+    survival: FloatArray  # [R, γ] non-increasing along γ, at least two steps old
+    base_rows: int  # rows of a step that carry no draft token (anchors and prefill)
+    num_running: int
+    num_waiting: int
+    table_digest: str
+    table: dict[str, Any] | None  # the step table; None once the actor has acknowledged its digest
+    budget_tokens: float  # mean of the recent steps
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What couples one replica to the others. It never carries a budget: that is recomputed each step."""
+
+    replica_id: str
+    generation: int
+    sequence: int
+    policy: str
+    draft_tokens_per_s: float | None = None  # this replica's share of the shared cap; None: no cap
+    ttl_ms: float = 2000.0  # counted from arrival: clocks of two machines are not compared
+
+
+@dataclass(frozen=True, slots=True)
+class FleetView:
+    """The scheduler actor's whole knowledge at one planning round."""
+
+    reports: tuple[SurvivalReport, ...]  # ordered by replica_id; live ones only
+    tables: dict[str, Any]  # table_digest → StepTable
+    cap_draft_tokens_per_s: float | None = None

@@ -1,0 +1,123 @@
+"""Which drafted tokens stand, and what comes after them.
+
+The rejection rule (Leviathan et al. 2023; docs/method): x_k ~ q_k is accepted with probability
+min(1, p_k(x_k)/q_k(x_k)), left to right; at the first rejection the token is drawn from
+norm(max(0, p_k − q_k)); all accepted, one bonus token from the next p. Greedy is the same rule with
+one-hot p and q: a draft token stands iff it is the argmax.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark_ray.core.types import SamplingParams
+from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyRequest:
+    """One request's share of the verified rows: row i follows draft token i (row 0: the anchor)."""
+
+    first_row: int  # in the logits
+    draft_tokens: Seq[int]  # the ℓ verified tokens; ℓ + 1 rows
+    draft_probs: Tensor | None  # [≥ ℓ, Vd]; None: one-hot
+    sampling: SamplingParams
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many draft tokens stand, and the target's own token after them."""
+
+    num_accepted: int
+    next_token: int
+
+
+def verify(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
+    """Verdicts in the order of `requests`. logits [M, V]; vocab_map [Vd] draft id → target id or None."""
+    greedy = [i for i, r in enumerate(requests) if r.sampling.temperature == 0.0]
+    sampled = [i for i, r in enumerate(requests) if r.sampling.temperature > 0.0]
+    verdicts: list[Verdict | None] = [None] * len(requests)
+    if greedy:
+        for index, verdict in zip(greedy, _verify_greedy(logits, [requests[i] for i in greedy]), strict=True):
+            verdicts[index] = verdict
+    if sampled:
+        chosen = _verify_sampled(logits, [requests[i] for i in sampled], vocab_map)
+        for index, verdict in zip(sampled, chosen, strict=True):
+            verdicts[index] = verdict
+    return [v for v in verdicts if v is not None]
+
+
+def _rows_of(requests: Seq[VerifyRequest]) -> list[int]:
+    return [r.first_row + i for r in requests for i in range(len(r.draft_tokens) + 1)]
+
+
+def _verify_greedy(logits: Tensor, requests: Seq[VerifyRequest]) -> list[Verdict]:
+    rows = _rows_of(requests)
+    wanted = logits if len(rows) == logits.shape[0] else logits[rows]
+    best = wanted.argmax(dim=-1).tolist()
+    verdicts, start = [], 0
+    for request in requests:
+        count = _leading_matches(request.draft_tokens, best[start:])
+        verdicts.append(Verdict(count, best[start + count]))
+        start += len(request.draft_tokens) + 1
+    return verdicts
+
+
+def _leading_matches(draft: Seq[int], truth: Seq[int]) -> int:
+    for count, token in enumerate(draft):
+        if token != truth[count]:
+            return count
+    return len(draft)
+
+
+def _verify_sampled(
+    logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None
+) -> list[Verdict]:
+    owner = torch.tensor([i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)])
+    columns = sampling_rows([r.sampling for r in requests], logits.shape[1]).select(owner)
+    probs = filtered_probs(logits[_rows_of(requests)], columns)  # [M', V]
+    starts = np.cumsum([0, *(len(r.draft_tokens) + 1 for r in requests)])
+    counts = [
+        _num_accepted(probs[start : start + len(r.draft_tokens)], r, vocab_map)
+        for start, r in zip(starts, requests, strict=False)
+    ]
+    last_rows = probs[torch.tensor([int(s) + c for s, c in zip(starts, counts, strict=False)])]  # [R, V]
+    for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        if count < len(request.draft_tokens):
+            last_rows[index] = _residual(last_rows[index], request, count, vocab_map)
+    uniforms = torch.tensor([r.rng.random() for r in requests], dtype=torch.float64)
+    tokens = sample_from(last_rows, uniforms).tolist()
+    return [Verdict(count, token) for count, token in zip(counts, tokens, strict=True)]
+
+
+def _num_accepted(probs: Tensor, request: VerifyRequest, vocab_map: Tensor | None) -> int:
+    """Leading draft tokens that pass u·q(x) < p(x). probs [ℓ, V]"""
+    if not request.draft_tokens:
+        return 0
+    tokens = torch.tensor(request.draft_tokens)
+    p = probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    if request.draft_probs is None:
+        q = torch.ones_like(p)
+    else:
+        draft_ids = tokens if vocab_map is None else torch.searchsorted(vocab_map, tokens)
+        q = request.draft_probs[: len(tokens)].gather(1, draft_ids.unsqueeze(1)).squeeze(1)
+    uniforms = torch.from_numpy(request.rng.random(len(tokens)))
+    return int((uniforms * q < p).long().cumprod(0).sum())
+
+
+def _residual(probs: Tensor, request: VerifyRequest, position: int, vocab_map: Tensor | None) -> Tensor:
+    """max(0, p − q) at the first rejected position, unnormalised. probs [V] → [V]"""
+    residual = probs.clone()
+    if request.draft_probs is None:
+        residual[request.draft_tokens[position]] -= 1.0
+    elif vocab_map is None:
+        residual -= request.draft_probs[position]
+    else:
+        residual.index_add_(0, vocab_map, request.draft_probs[position], alpha=-1)
+    residual.clamp_(min=0.0)
+    # p = q up to rounding leaves nothing: the rejection itself was rounding, and p is what is owed.
+    return residual if bool(residual.sum() > 0) else probs

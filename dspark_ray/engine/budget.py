@@ -1,0 +1,156 @@
+"""How many draft tokens this step verifies, and who is drafted for the next one.
+
+Lossless by construction (docs/architecture.md, "Losslessness"): budgets come from scores at least two
+steps old, from the step table and from plans; the current block's scores only rank. Whether a request
+is drafted at all is decided from past steps.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dspark_ray.core.config import SpeculationConfig
+from dspark_ray.core.types import FloatArray, VerificationMode
+from dspark_ray.engine.sequence import Sequence
+from dspark_ray.scheduling.cap import TokenBucket
+from dspark_ray.scheduling.correction import OnlineCorrection
+from dspark_ray.scheduling.gate import GateSettings, should_draft, speculation_pays
+from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView
+from dspark_ray.scheduling.step_table import StepTable, cost_curve
+
+_PRIOR_SMOOTHING = 0.05  # weight of one step's mean survival in the prior of a new request
+_SWITCH_PROBE_STEPS = 64  # with speculation switched off, one step in so many drafts, to keep learning
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step holds besides draft tokens."""
+
+    prefill_rows: int
+    context_tokens: int  # cached keys that the decoding rows attend to
+
+
+class BudgetPlanner:
+    """Verification lengths under one configured mode; owns the scores' history across requests."""
+
+    def __init__(self, config: SpeculationConfig, table: StepTable | None, max_step_rows: int) -> None:
+        self.mode = config.mode
+        self.num_draft_tokens = config.num_draft_tokens
+        self.table = table
+        self.correction = OnlineCorrection()
+        self.bucket: TokenBucket | None = None  # the shared cap's share, while a plan holds
+        self._config = config
+        self._max_step_rows = max_step_rows
+        self._gate = GateSettings()
+        self._prior = np.full(config.num_draft_tokens, 0.5, dtype=np.float32)  # mean survival, old drafts only
+        self._prior_queue: list[FloatArray] = []
+        self._pays = True
+        self._steps_switched_off = 0
+
+    def choose(self, decoding: list[Sequence], load: Load, now_ms: float) -> LengthDecision:
+        """Lengths [R] for the decoding requests of this step."""
+        gamma, count = self.num_draft_tokens, len(decoding)
+        current = np.zeros((count, gamma), dtype=np.float32)
+        stale = np.zeros((count, gamma), dtype=np.float32)
+        max_lens = np.zeros(count, dtype=np.int64)
+        for row, sequence in enumerate(decoding):
+            if sequence.draft is None:
+                continue
+            current[row] = sequence.draft.survival
+            old = sequence.stale_survival()
+            stale[row] = self._prior if old is None else old
+            # ℓ drafts emit up to ℓ + 1 tokens; more than what may still be emitted is waste.
+            max_lens[row] = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1)
+        view = LengthView(
+            current_survival=current,
+            stale_survival=stale,
+            max_lens=max_lens,
+            base_rows=count + load.prefill_rows,
+            num_decoding=count,
+            cost_ms=self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum())),
+            cap_tokens=self._cap(count, load, now_ms),
+            fixed_tokens=self._config.fixed_tokens,
+            threshold=self._config.threshold,
+        )
+        decision = LENGTH_RULES.get(self._rule())(view)
+        if self.bucket is not None:
+            self.bucket.take(decision.budget)
+        for sequence, length, wanted in zip(decoding, decision.lens, max_lens, strict=True):
+            if wanted > 0:
+                sequence.zero_budget_steps = 0 if length else sequence.zero_budget_steps + 1
+        return decision
+
+    def wants_draft(self, decoding: list[Sequence], load: Load) -> list[Sequence]:
+        """The requests to draft for the next step, decided from past steps only."""
+        if self.mode is VerificationMode.OFF:
+            return []
+        candidates = [s for s in decoding if s.remaining_tokens > 1]
+        if self.mode is not VerificationMode.ADAPTIVE:
+            return candidates
+        if not self._speculation_pays(candidates, load):
+            return []
+        chosen = []
+        for sequence in candidates:
+            sequence.steps_since_draft += 1
+            if should_draft(sequence.zero_budget_steps, sequence.steps_since_draft, self._gate):
+                sequence.steps_since_draft = 0
+                chosen.append(sequence)
+        return chosen
+
+    def note_draft(self, survival: FloatArray) -> None:
+        """A step's fresh scores [R, γ]; they reach the prior only once they are two steps old."""
+        self._prior_queue.append(survival.mean(axis=0))
+        if len(self._prior_queue) > 2:
+            self._prior += _PRIOR_SMOOTHING * (self._prior_queue.pop(0) - self._prior)
+
+    def predict_ms(self, rows: int, num_drafting: int, context_tokens: int) -> tuple[float, float]:
+        """(table's, corrected) time of a step of `rows` rows and the drafting after it."""
+        if self.table is None:
+            return 0.0, 0.0
+        verify = self.table.verify_cost_ms(rows, context_tokens)
+        draft = self.table.draft_cost_ms(num_drafting)
+        factor = float(self.correction.factor(np.array([rows]))[0])
+        return verify, verify * factor + draft
+
+    def _rule(self) -> str:
+        # No table, or a flat one: nothing is known to cost anything, so everything is verified.
+        if self.mode in (VerificationMode.ADAPTIVE, VerificationMode.ALGORITHM1) and (
+            self.table is None or self.table.is_flat()
+        ):
+            return VerificationMode.FIXED.value
+        return self.mode.value
+
+    def _cost_ms(self, count: int, load: Load, max_tokens: int, num_drafting: int) -> np.ndarray:
+        if self.table is None:
+            return np.ones(max_tokens + 1)
+        return cost_curve(
+            self.table,
+            self.correction,
+            base_rows=max(1, count + load.prefill_rows),
+            max_draft_tokens=max_tokens,
+            num_drafting=num_drafting,
+            context_tokens=load.context_tokens,
+        )
+
+    def _cap(self, count: int, load: Load, now_ms: float) -> int:
+        """Draft tokens that fit in the step's rows, and in the shared cap's share if there is one."""
+        reserve = min(load.prefill_rows, self._max_step_rows // 4)  # prefill is never starved by drafts
+        room = max(0, self._max_step_rows - count - reserve)
+        return room if self.bucket is None else min(room, self.bucket.available(now_ms))
+
+    def _speculation_pays(self, candidates: list[Sequence], load: Load) -> bool:
+        """Whether drafting is worth its own cost at this load; off, it is tried once in a while."""
+        count = len(candidates)
+        if self.table is None or count == 0:
+            return count > 0
+        cost = self._cost_ms(count, load, count * self.num_draft_tokens, 0)
+        self._pays = speculation_pays(
+            self._prior, count, cost, self.table.draft_cost_ms(count), now_on=self._pays
+        )
+        if self._pays:
+            self._steps_switched_off = 0
+            return True
+        self._steps_switched_off += 1
+        return self._steps_switched_off % _SWITCH_PROBE_STEPS == 0
+
+

@@ -1,0 +1,72 @@
+"""From a configuration and a model directory to a running engine."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from dspark_ray.core.clock import Clock, SystemClock
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.types import VerificationMode
+from dspark_ray.engine.engine import Engine
+from dspark_ray.models.drafters import ngram  # noqa: F401  (registers)
+from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
+from dspark_ray.models.targets.decoder import Decoder, load_target
+from dspark_ray.scheduling.step_table import StepTable
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def build_engine(
+    config: AppConfig,
+    *,
+    model_dir: Path,
+    engine_id: str = "engine",
+    clock: Clock | None = None,
+    table: StepTable | None = None,
+) -> Engine:
+    """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them)."""
+    target = load_target(model_dir, DTYPES[config.model.dtype], config.model.max_model_len)
+    drafter = build_drafter(config, target)
+    if table is None and config.speculation.step_table is not None:
+        table = StepTable.load(Path(config.speculation.step_table))
+    return Engine(
+        config,
+        target,
+        drafter,
+        table,
+        clock or SystemClock(),
+        engine_id=engine_id,
+        eos_token_ids=eos_token_ids(model_dir),
+    )
+
+
+def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:
+    """The configured drafter, or None when nothing would ever be verified."""
+    speculation = config.speculation
+    if speculation.drafter.kind == "none" or speculation.mode is VerificationMode.OFF:
+        return None
+    context = DrafterContext(
+        target=target,
+        num_draft_tokens=speculation.num_draft_tokens,
+        num_slots=config.engine.kv_num_blocks * config.engine.kv_block_size,
+        kv_block_size=config.engine.kv_block_size,
+        max_positions=config.model.max_model_len,
+        path=speculation.drafter.path,
+        temperatures=speculation.temperatures,
+        ngram_min=speculation.drafter.ngram_min,
+        ngram_max=speculation.drafter.ngram_max,
+    )
+    return DRAFTERS.get(speculation.drafter.kind)(context)
+
+
+def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of a Hugging Face directory (generation_config.json and config.json)."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        if path.is_file():
+            value = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            values = value if isinstance(value, list) else [value]
+            found += [v for v in values if isinstance(v, int) and v not in found]
+    return tuple(found)

@@ -1,0 +1,380 @@
+"""The native engine: `Engine.step()` is the whole of DSpark serving in ten lines.
+
+Synchronous, one thread; the process around it (runtime/engine_actor.py, or an offline command) calls
+`step()` while `has_work()`.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dspark_ray.core.clock import Clock
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.types import (
+    EngineStats,
+    FinishReason,
+    FloatArray,
+    Request,
+    RequestOutput,
+    SpeculationCounters,
+    StepPlan,
+    SurvivalReport,
+)
+from dspark_ray.engine.acceptance import Verdict, VerifyRequest, verify
+from dspark_ray.engine.admission import Admission
+from dspark_ray.engine.batch import VerifyBatch, Work, pack
+from dspark_ray.engine.block_pool import BlockPool
+from dspark_ray.engine.budget import BudgetPlanner, Load
+from dspark_ray.engine.coupling import Coupling
+from dspark_ray.engine.recent import RecentSteps, StepRecord
+from dspark_ray.engine.sequence import Draft, Sequence
+from dspark_ray.models.drafters.base import ContextRows, Drafter, DraftRequest, Outcome
+from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
+from dspark_ray.scheduling.step_table import StepTable
+from dspark_ray.scheduling.survival import survival
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A verified batch: what the target said about it."""
+
+    output: DecoderOutput
+    logits: Tensor  # [M, V] of the batch's `logit_rows`
+
+
+class Engine:
+    """Continuous batching with draft, verify and accept in every step."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        target: Decoder,
+        drafter: Drafter | None,
+        table: StepTable | None,
+        clock: Clock,
+        *,
+        engine_id: str = "engine",
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        """`drafter` None is plain decoding. `eos_token_ids` end every request that does not ignore them."""
+        self.engine_id = engine_id
+        self.config = config
+        self.target = target
+        self.drafter = drafter
+        self.pool = BlockPool(
+            config.engine.kv_num_blocks, config.engine.kv_block_size, config.engine.prefix_cache
+        )
+        self.kv = target.new_kv(self.pool.num_blocks * self.pool.block_size)
+        self.admission = Admission(
+            self.pool,
+            self._forget_draft,
+            max_running=config.engine.max_running,
+            max_step_rows=config.engine.max_step_rows,
+            max_waiting=config.engine.max_waiting,
+            max_model_len=config.model.max_model_len,
+        )
+        self.budget = BudgetPlanner(config.speculation, table, config.engine.max_step_rows)
+        self.counters = SpeculationCounters(config.speculation.num_draft_tokens)
+        self._coupling = Coupling(self.budget, clock)
+        self._recent = RecentSteps(clock)
+        self._clock = clock
+        self._eos = frozenset(eos_token_ids)
+        self._sequences: dict[str, Sequence] = {}
+        self._num_finished = self._num_aborted = 0
+        self._finished: list[RequestOutput] = []
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request. `RequestError` if it can never run, `QueueFullError` if too many wait."""
+        assert request.request_id not in self._sequences, f"request id {request.request_id!r} is in use"
+        self.admission.add(request)
+        self._sequences[request.request_id] = self.admission.waiting[-1]
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request at once and frees all it holds; False if it is not here (any more)."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is None:
+            return False
+        sequence.finish_reason = FinishReason.ABORT
+        self.admission.drop(sequence)
+        self._num_aborted += 1
+        return True
+
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    # -- the step ----------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[RequestOutput]:
+        """One target step: the new tokens of every request that got some."""
+        started_ms = self._clock.now_ms()
+        work = self._plan()
+        if not work:
+            return []
+        batch = pack(work, self.pool.block_size)
+        forwarded = self._forward(batch)
+        verdicts = self._accept(batch, forwarded)
+        outputs = self._commit(batch, forwarded, verdicts)
+        num_drafted = self._draft()
+        self._note(batch, num_drafted, started_ms)
+        return outputs
+
+    def _plan(self) -> list[Work]:
+        """Lengths by the budget, then blocks for every row."""
+        decoding = self.admission.decoding()
+        decision = self.budget.choose(decoding, self._load(decoding), self._clock.now_ms())
+        return self.admission.reserve(decoding, decision.lens.tolist())
+
+    def _load(self, decoding: Seq[Sequence]) -> Load:
+        rows = self.admission.pending_prefill_rows()
+        return Load(
+            prefill_rows=min(rows, self.config.engine.max_step_rows - len(decoding)),
+            context_tokens=sum(len(s.token_ids) for s in decoding),
+        )
+
+    def _forward(self, batch: VerifyBatch) -> Forwarded:
+        taps = self.drafter.taps if self.drafter else ()
+        output = self.target.forward(
+            batch.token_ids, batch.positions, self.kv, batch.slots, batch.paged, taps
+        )
+        return Forwarded(output, self.target.logits(output.hidden[batch.logit_rows]))
+
+    def _accept(self, batch: VerifyBatch, forwarded: Forwarded) -> list[Verdict | None]:
+        """A verdict per work item; None for a prefill chunk that emits nothing yet."""
+        requests, row = [], 0
+        for item in batch.work:
+            if not item.needs_logits:
+                continue
+            draft = item.sequence.draft
+            tokens = item.draft_tokens
+            requests.append(
+                VerifyRequest(
+                    first_row=row,
+                    draft_tokens=tokens,
+                    draft_probs=draft.draft_probs if tokens and draft else None,
+                    sampling=item.sequence.request.sampling,
+                    rng=item.sequence.rng,
+                )
+            )
+            row += len(tokens) + 1
+        vocab_map = self.drafter.vocab_map if self.drafter else None
+        found = iter(verify(forwarded.logits, requests, vocab_map))
+        return [next(found) if item.needs_logits else None for item in batch.work]
+
+    def _commit(
+        self, batch: VerifyBatch, forwarded: Forwarded, verdicts: Seq[Verdict | None]
+    ) -> list[RequestOutput]:
+        """Emits tokens, ends requests, keeps the drafter's context and the prefix cache up to date."""
+        outputs: list[RequestOutput] = []
+        outcomes: list[Outcome] = []
+        kept_rows: list[np.ndarray] = []
+        first_row = 0
+        for item, verdict in zip(batch.work, verdicts, strict=True):
+            sequence = item.sequence
+            accepted = verdict.num_accepted if verdict else 0
+            # Rows of rejected tokens stay out of the context; their KV is overwritten by later rows.
+            committed = 1 + accepted if item.decoding else item.num_rows
+            kept_rows.append(np.arange(first_row, first_row + committed))
+            first_row += item.num_rows
+            sequence.num_computed += committed
+            emitted: list[int] = []
+            if verdict is not None:
+                emitted = self._emit(sequence, [*item.draft_tokens[:accepted], verdict.next_token])
+            if item.decoding:
+                outcome = Outcome(len(item.draft_tokens), min(accepted, len(emitted)))
+                outcomes.append(outcome)
+                self._count_decode(sequence, outcome, len(emitted))
+            self._register_prefix(sequence)
+            if emitted:
+                self.counters.emitted_tokens += len(emitted)
+                outputs.append(self._output(sequence, emitted))
+        if self.drafter is not None:
+            rows = torch.from_numpy(np.concatenate(kept_rows))
+            self.drafter.commit(
+                ContextRows(forwarded.output.taps[rows], batch.positions[rows], batch.slots[rows])
+            )
+            self.drafter.observe(outcomes)
+        self.counters.target_steps += 1
+        return outputs
+
+    def _emit(self, sequence: Sequence, tokens: Seq[int]) -> list[int]:
+        """Appends tokens in order until one of them ends the request; the ones that count."""
+        sampling = sequence.request.sampling
+        emitted: list[int] = []
+        for token in tokens:
+            sequence.token_ids.append(token)
+            emitted.append(token)
+            ends = token in self._eos and not sampling.ignore_eos
+            if ends or token in sampling.stop_token_ids:
+                sequence.finish_reason = FinishReason.STOP
+            elif sequence.remaining_tokens <= 0:
+                sequence.finish_reason = FinishReason.LENGTH
+            if sequence.finish_reason is not None:
+                break
+        return emitted
+
+    def _count_decode(self, sequence: Sequence, outcome: Outcome, num_emitted: int) -> None:
+        counters = self.counters
+        counters.request_steps += 1
+        counters.decode_tokens += num_emitted
+        counters.verified_tokens += outcome.num_verified
+        counters.accepted_tokens += outcome.num_accepted
+        counters.rejected_tokens += outcome.num_verified - outcome.num_accepted
+        for position in range(outcome.num_verified):
+            counters.verified_per_position[position] += 1
+            counters.accepted_per_position[position] += position < outcome.num_accepted
+        sequence.num_verified += outcome.num_verified
+        sequence.num_accepted += outcome.num_accepted
+        if sequence.draft is not None:
+            counters.trimmed_tokens += len(sequence.draft.token_ids) - outcome.num_verified
+            sequence.draft = None
+
+    def _forget_draft(self, sequence: Sequence) -> None:
+        """A draft that will never be verified (abort, preemption) counts as trimmed."""
+        if sequence.draft is not None:
+            self.counters.trimmed_tokens += len(sequence.draft.token_ids)
+            sequence.draft = None
+
+    def _register_prefix(self, sequence: Sequence) -> None:
+        sequence.num_registered, sequence.prefix_identity = self.pool.register(
+            sequence.blocks,
+            sequence.token_ids[: sequence.num_computed],
+            sequence.num_registered,
+            sequence.prefix_identity,
+        )
+
+    def _output(self, sequence: Sequence, emitted: list[int]) -> RequestOutput:
+        """The step's output; a finished request leaves the engine here."""
+        request_id = sequence.request.request_id
+        if sequence.finish_reason is None:
+            return RequestOutput(request_id, tuple(emitted))
+        del self._sequences[request_id]
+        self.admission.drop(sequence)
+        self._num_finished += 1
+        return RequestOutput(request_id, tuple(emitted), sequence.finish_reason, sequence.usage())
+
+    def _draft(self) -> int:
+        """One block for each request worth drafting; how many were."""
+        if self.drafter is None:
+            return 0
+        decoding = self.admission.decoding()
+        chosen = self.budget.wants_draft(decoding, self._load(decoding))
+        if not chosen:
+            return 0
+        gamma = self.config.speculation.num_draft_tokens
+        block = self.drafter.propose(
+            [DraftRequest(s.token_ids, s.blocks, s.request.sampling, s.rng.random(gamma)) for s in chosen]
+        )
+        scores = survival(block.confidences).astype(np.float32)
+        self.budget.note_draft(scores)
+        for row, sequence in enumerate(chosen):
+            self._keep_draft(sequence, block.token_ids[row], scores[row], block.draft_probs[row])
+        return len(chosen)
+
+    def _keep_draft(
+        self, sequence: Sequence, tokens: list[int], scores: FloatArray, probs: Tensor | None
+    ) -> None:
+        sequence.remember(scores)
+        if tokens:
+            sequence.draft = Draft(tokens, scores, probs)
+            sequence.num_drafted += len(tokens)
+            self.counters.drafts += 1
+            self.counters.drafted_tokens += len(tokens)
+
+    def _note(self, batch: VerifyBatch, num_drafted: int, started_ms: float) -> None:
+        """Measured against predicted step time: corrects the table, feeds the metrics."""
+        measured_ms = self._clock.now_ms() - started_ms
+        rows = len(batch.token_ids)
+        table_ms, predicted_ms = self.budget.predict_ms(rows, num_drafted, batch.context_tokens)
+        if table_ms > 0:
+            draft_ms = self.budget.table.draft_cost_ms(num_drafted) if self.budget.table else 0.0
+            self.budget.correction.update(rows, table_ms, max(measured_ms - draft_ms, 0.0))
+        verified = sum(len(w.draft_tokens) for w in batch.work)
+        decoding = sum(w.decoding for w in batch.work)
+        self._recent.add(
+            StepRecord(
+                ended_ms=self._clock.now_ms(),
+                measured_ms=measured_ms,
+                predicted_ms=predicted_ms,
+                budget_tokens=verified,
+                rows=rows,
+                num_decoding=decoding,
+            )
+        )
+        self._coupling.base_rows = rows - verified
+
+    # -- what others see ---------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """A snapshot; safe to call from another thread (counters are copied)."""
+        recent = self._recent.summary()
+        return EngineStats(
+            engine_id=self.engine_id,
+            counters=replace(
+                self.counters,
+                verified_per_position=list(self.counters.verified_per_position),
+                accepted_per_position=list(self.counters.accepted_per_position),
+            ),
+            num_running=len(self.admission.running),
+            num_waiting=len(self.admission.waiting),
+            kv_used_blocks=self.pool.num_used,
+            kv_total_blocks=self.pool.num_blocks,
+            prefix_hit_tokens=self.admission.hit_tokens,
+            prefix_query_tokens=self.admission.query_tokens,
+            num_preemptions=self.admission.num_preemptions,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            budget_tokens=recent.budget_tokens,
+            step_predicted_ms=recent.predicted_ms,
+            step_measured_ms=recent.measured_ms,
+            plan_age_ms=self._coupling.plan_age_ms(),
+        )
+
+    def recent_steps(self) -> list[StepRecord]:
+        """The steps of the last second, oldest first."""
+        return self._recent.steps()
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Couples this engine to the others until the plan expires."""
+        self._coupling.apply(plan)
+
+    def make_report(
+        self, replica_id: str, generation: int, sequence: int, include_table: bool
+    ) -> SurvivalReport:
+        """What the scheduler actor needs to know. Called on the step thread or between steps."""
+        table = self.budget.table
+        rows = [s.stale_survival() for s in self.admission.decoding()]
+        known = [r for r in rows if r is not None]
+        gamma = self.counters.block_size
+        return SurvivalReport(
+            replica_id=replica_id,
+            generation=generation,
+            sequence=sequence,
+            survival=np.stack(known) if known else np.zeros((0, gamma), dtype=np.float32),
+            base_rows=self._coupling.base_rows,
+            num_running=len(self.admission.running),
+            num_waiting=len(self.admission.waiting),
+            table_digest=table.digest if table else "",
+            table=table.to_dict() if table and include_table else None,
+            budget_tokens=self._recent.summary().budget_tokens,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """What was loaded, in words, for the start-up log."""
+        c = self.target.config
+        kv_tokens = self.pool.num_blocks * self.pool.block_size
+        return {
+            "target": f"{self.config.model.id}: {c.model_type}, {c.num_layers} layers, "
+            f"hidden {c.hidden_size}, {self.config.model.dtype}",
+            "drafter": self.drafter.describe() if self.drafter else "none",
+            "mode": self.config.speculation.mode.value,
+            "step_table": self.budget.table.summary() if self.budget.table else "none: everything is verified",
+            "kv": f"{self.pool.num_blocks} blocks of {self.pool.block_size} tokens ({kv_tokens} tokens, "
+            f"{self.kv.num_bytes / 2**20:.0f} MiB)",
+        }

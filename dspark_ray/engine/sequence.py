@@ -1,0 +1,100 @@
+"""One request inside the engine. Mutable, owned by the step loop, never leaves its process."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from dspark_ray.core.types import FinishReason, FloatArray, Request, RequestUsage
+
+
+@dataclass(slots=True)
+class Draft:
+    """The drafted tokens of one request, waiting for the next step's verification."""
+
+    token_ids: list[int]  # ≤ γ
+    survival: FloatArray  # [γ] calibrated, non-increasing, 0 past the end of the draft
+    draft_probs: Tensor | None  # [len, Vd] the distribution each token was drawn from; None: one-hot
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request, its tokens, its blocks and its speculation state."""
+
+    request: Request
+    token_ids: list[int]  # prompt and output
+    rng: np.random.Generator
+    arrival: int  # order of arrival; the latest is preempted first
+    num_computed: int = 0  # leading tokens whose KV is in the cache
+    blocks: list[int] = field(default_factory=list)
+    num_registered: int = 0  # leading blocks known to the prefix cache
+    prefix_identity: int = 0
+    draft: Draft | None = None
+    survival_history: list[FloatArray] = field(default_factory=list)  # scores of past drafts, newest last
+    zero_budget_steps: int = 0
+    steps_since_draft: int = 0
+    num_cached: int = 0
+    num_drafted: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens so far, those emitted before a resumption included."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.request.sampling.max_tokens - self.num_output
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the anchor (the last token) lacks KV, and it was emitted, not part of the prompt."""
+        return self.num_computed == len(self.token_ids) - 1 and self.num_output > 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.request.sampling.temperature == 0.0
+
+    def stale_survival(self) -> FloatArray | None:
+        """Scores at least two steps old, or None: never the current block's."""
+        return self.survival_history[0] if len(self.survival_history) > STALE_STEPS else None
+
+    def remember(self, survival: FloatArray) -> None:
+        """Notes a new draft's scores; keeps just enough to look `STALE_STEPS` back."""
+        self.survival_history.append(survival)
+        del self.survival_history[: -(STALE_STEPS + 1)]
+
+    def usage(self) -> RequestUsage:
+        return RequestUsage(
+            prompt_tokens=self.num_prompt,
+            cached_tokens=self.num_cached,
+            completion_tokens=self.num_output,
+            drafted_tokens=self.num_drafted,
+            verified_tokens=self.num_verified,
+            accepted_tokens=self.num_accepted,
+        )
+
+
+STALE_STEPS = 2
+"""How many drafts old the scores behind a budget are (design: "budget from scores ≥ 2 steps old")."""
+
+
+def new_sequence(request: Request, arrival: int) -> Sequence:
+    """A sequence at its beginning, or, for a resumed request, after the tokens already sent."""
+    seed = request.sampling.seed
+    if seed is not None:  # a resumed request must not replay the noise of its first tokens
+        entropy = np.random.SeedSequence([seed % 2**63, len(request.emitted_token_ids)])
+    else:
+        entropy = np.random.SeedSequence()
+    return Sequence(
+        request=request,
+        token_ids=[*request.prompt_token_ids, *request.emitted_token_ids],
+        rng=np.random.Generator(np.random.Philox(entropy)),
+        arrival=arrival,
+    )

@@ -1,0 +1,92 @@
+"""What every drafter offers the engine: context in, blocks out, outcomes back.
+
+All methods are called by the step loop, on its thread, and may not block on anything but compute.
+Drafts are one block per request; a request's KV blocks hold the drafter's context beside the target's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dspark_ray.core.registry import Registry
+from dspark_ray.core.types import FloatArray, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRows:
+    """Rows whose tokens were committed in this step: the drafter's new context."""
+
+    taps: Tensor  # [N, m·H] target hidden states at the tap layers
+    positions: Tensor  # [N] int64
+    slots: Tensor  # [N] int64 KV slots of the rows
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One request that wants a block: its last token is the anchor."""
+
+    token_ids: Sequence[int]  # everything so far, anchor last
+    blocks: Sequence[int]  # its KV blocks
+    sampling: SamplingParams
+    uniforms: NDArray[np.float64]  # [γ] in [0, 1): the randomness of the drafted tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBlock:
+    """Proposals for R requests. A drafter may propose fewer than γ tokens for some."""
+
+    token_ids: list[list[int]]  # R lists of ≤ γ target token ids
+    confidences: FloatArray  # [R, γ] calibrated chance to survive, given that all before did
+    draft_probs: list[Tensor | None]  # R × [len, Vd] distribution each token was drawn from; None: one-hot
+    confidence_logits: FloatArray | None = None  # [R, γ] as the head gave them, for calibration
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What verification said about one request's draft."""
+
+    num_verified: int
+    num_accepted: int
+
+
+class Drafter(Protocol):
+    """Who proposes tokens. `vocab_map` [Vd] gives the target id of each draft id; None: the same."""
+
+    num_draft_tokens: int  # γ
+    taps: tuple[int, ...]  # target layers whose outputs it wants
+    vocab_map: Tensor | None
+
+    def commit(self, rows: ContextRows) -> None:
+        """Stores the context of committed rows. Called once a step, before `propose`."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
+        """One block per request."""
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Outcomes of this step's verification, for drafters that learn their confidences."""
+
+    def describe(self) -> str:
+        """One line for the start-up log."""
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterContext:
+    """What a drafter is built from."""
+
+    target: object  # the Decoder; drafters share its embedding and LM head
+    num_draft_tokens: int
+    num_slots: int  # KV slots of the engine's pool
+    kv_block_size: int
+    max_positions: int
+    path: str | None
+    temperatures: str | None
+    ngram_min: int
+    ngram_max: int
+
+
+DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafter")
+"""kind → factory."""

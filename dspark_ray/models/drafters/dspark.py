@@ -1,0 +1,297 @@
+"""The DSpark drafter at inference: fused weights, paged context, one block forward per step.
+
+`network.py` is the same network for training; a contract test holds the two together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from dspark_kernels.activation import silu_mul
+from dspark_kernels.attention import PagedBatch, block_attention
+from dspark_kernels.linear import PackedLinear
+from dspark_kernels.norm import add_rms_norm, rms_norm
+from dspark_kernels.rope import k_rope_store, qkv_rope
+from torch import Tensor
+
+from dspark_ray.core.errors import CheckpointError, ConfigError
+from dspark_ray.core.types import SamplingParams
+from dspark_ray.models.drafters.base import (
+    DRAFTERS,
+    ContextRows,
+    DraftBlock,
+    DrafterContext,
+    DraftRequest,
+    Outcome,
+)
+from dspark_ray.models.drafters.checkpoint import load_checkpoint
+from dspark_ray.models.drafters.network import DSparkConfig
+from dspark_ray.models.kv import KVStorage
+from dspark_ray.models.rope import build_rope
+from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
+from dspark_ray.models.targets.decoder import Decoder
+from dspark_ray.models.drafters.confidence import load_calibration
+
+
+class DraftLayerWeights:
+    """One draft layer's fused weights; context K and V are projected for all layers at once elsewhere."""
+
+    def __init__(self, weights: dict[str, Tensor], prefix: str, qk_norm: bool) -> None:
+        def take(name: str) -> Tensor:
+            return weights[f"{prefix}.{name}"]
+
+        self.input_norm = take("input_layernorm.weight")
+        self.qkv = PackedLinear(torch.cat([take(f"self_attn.{n}_proj.weight") for n in ("q", "k", "v")]), None)
+        self.q_norm = take("self_attn.q_norm.weight") if qk_norm else None
+        self.k_norm = take("self_attn.k_norm.weight") if qk_norm else None
+        self.o = PackedLinear(take("self_attn.o_proj.weight"), None)
+        self.post_norm = take("post_attention_layernorm.weight")
+        self.gate_up = PackedLinear(torch.cat([take(f"mlp.{n}_proj.weight") for n in ("gate", "up")]), None)
+        self.down = PackedLinear(take("mlp.down_proj.weight"), None)
+
+
+class Backbone:
+    """Context projection and the parallel forward over anchor and masks."""
+
+    def __init__(self, config: DSparkConfig, weights: dict[str, Tensor], context: DrafterContext) -> None:
+        assert isinstance(context.target, Decoder)
+        self.config, self.target = config, context.target
+        self.kv_block_size = context.kv_block_size
+        layers = range(config.num_hidden_layers)
+        self.layers = [DraftLayerWeights(weights, f"layers.{i}", config.qk_norm) for i in layers]
+        self.fc = PackedLinear(weights["fc.weight"], None)
+        self.context_norm = weights["hidden_norm.weight"]
+        self.norm = weights["norm.weight"]
+        projections = [weights[f"layers.{i}.self_attn.{n}_proj.weight"] for i in layers for n in ("k", "v")]
+        self.context_kv = PackedLinear(torch.cat(projections), None)
+        self.kv_width = 2 * config.num_key_value_heads * config.head_dim
+        self.kv = KVStorage(
+            len(self.layers), context.num_slots, config.num_key_value_heads, config.head_dim, self.target.dtype
+        )
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta, **config.rope_scaling}
+        # A block may reach γ positions past the last one that is ever emitted.
+        max_positions = context.max_positions + config.block_size
+        self.rope = build_rope(rope, config.head_dim, max_positions, max_positions)
+        self.scale = config.head_dim**-0.5
+
+    def store_context(self, rows: ContextRows) -> None:
+        """K and V of H_ctx = RMSNorm(W_c taps) for every layer, written to the rows' slots."""
+        hidden = rms_norm(self.fc(rows.taps), self.context_norm, self.config.rms_norm_eps)
+        kv = self.context_kv(hidden)
+        cos, sin = self.rope.at(rows.positions)
+        for index, layer in enumerate(self.layers):
+            part = kv[:, index * self.kv_width : (index + 1) * self.kv_width]
+            k_rope_store(
+                part.contiguous(),
+                cos,
+                sin,
+                self.config.num_key_value_heads,
+                layer.k_norm,
+                self.config.rms_norm_eps,
+                *self.kv.layer(index),
+                rows.slots,
+            )
+
+    def forward(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """Hidden states [R, block_size, H] of the blocks [anchor, mask × (block_size − 1)]."""
+        config, eps = self.config, self.config.rms_norm_eps
+        size = config.block_size
+        ids = torch.full((len(requests), size), config.mask_token_id)
+        ids[:, 0] = torch.tensor([r.token_ids[-1] for r in requests])
+        anchors = torch.tensor([len(r.token_ids) - 1 for r in requests])
+        cos, sin = self.rope.at((anchors.unsqueeze(1) + torch.arange(size)).view(-1))
+        batch = self._paged(requests, anchors)
+        residual = self.target.embedding[ids.view(-1)]
+        normed = rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
+            q, k, v = qkv_rope(
+                layer.qkv(normed),
+                cos,
+                sin,
+                config.num_attention_heads,
+                config.num_key_value_heads,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+            )
+            out = block_attention(q, k, v, *self.kv.layer(index), batch, self.scale)
+            normed, residual = add_rms_norm(layer.o(out.view(len(out), -1)), residual, layer.post_norm, eps)
+            mlp = layer.down(silu_mul(layer.gate_up(normed)))
+            last = index + 1 == len(self.layers)
+            next_norm = self.norm if last else self.layers[index + 1].input_norm
+            normed, residual = add_rms_norm(mlp, residual, next_norm, eps)
+        return normed.view(len(requests), size, -1)
+
+    def _paged(self, requests: Sequence[DraftRequest], anchors: Tensor) -> PagedBatch:
+        """Context of each request: the keys before its anchor."""
+        used = [-(-(len(r.token_ids) - 1) // self.kv_block_size) for r in requests]
+        tables = np.zeros((len(requests), max(1, *used) if used else 1), dtype=np.int32)
+        for row, (request, count) in enumerate(zip(requests, used, strict=True)):
+            tables[row, :count] = request.blocks[:count]
+        size = self.config.block_size
+        return PagedBatch(
+            query_start=torch.arange(0, (len(requests) + 1) * size, size, dtype=torch.int32),
+            kv_len=anchors.to(torch.int32),
+            block_tables=torch.from_numpy(tables),
+            block_size=self.kv_block_size,
+            max_query=size,
+            max_kv=int(anchors.max()),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialHeads:
+    """Markov and confidence heads, applied left to right."""
+
+    head: PackedLinear  # [Vd, H] rows of the target's LM head
+    w1: Tensor | None  # [V, r]
+    w2: Tensor | None  # [r, Vd]
+    confidence_hidden: Tensor | None  # [H]
+    confidence_markov: Tensor | None  # [r]
+    confidence_bias: Tensor | None  # []
+    vocab_map: Tensor | None  # [Vd] draft id → target id, ascending
+
+
+@DRAFTERS.register("dspark")
+class DSparkDrafter:
+    """Semi-autoregressive drafting: logits_k = head(h_k) + W2 W1[x_{k−1}], left to right."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        assert isinstance(context.target, Decoder)
+        if context.path is None:
+            raise ConfigError("speculation.drafter.path is required for kind 'dspark'")
+        target = context.target
+        config, weights = load_checkpoint(Path(context.path))
+        _check_fits(config, target, context)
+        weights = {name: t.to(target.dtype) if t.is_floating_point() else t for name, t in weights.items()}
+        self.config = config
+        self.num_draft_tokens = context.num_draft_tokens
+        self.taps = config.target_layer_ids
+        self.backbone = Backbone(config, weights, context)
+        self.heads = _build_heads(config, weights, target)
+        self.vocab_map = self.heads.vocab_map
+        self._calibration = load_calibration(context.path, context.temperatures, config.block_size)
+
+    def commit(self, rows: ContextRows) -> None:
+        self.backbone.store_context(rows)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn online: the confidence head is trained and calibrated."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
+        hidden = self.backbone.forward(requests)[:, : self.num_draft_tokens]  # [R, γ, H]
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, γ, Vd]
+        sampler = _Sampler([r.sampling for r in requests], [r.uniforms for r in requests], base.shape[-1])
+        heads = self.heads
+        previous = torch.tensor([r.token_ids[-1] for r in requests])
+        tokens: list[Tensor] = []
+        biases: list[Tensor] = []
+        for position in range(self.num_draft_tokens):
+            logits = base[:, position]
+            if heads.w1 is not None and heads.w2 is not None:
+                embedded = heads.w1[previous]  # [R, r]
+                biases.append(embedded)
+                logits = logits + embedded @ heads.w2
+            choice = sampler.choose(logits, position)
+            previous = choice if self.vocab_map is None else self.vocab_map[choice]
+            tokens.append(previous)
+        logits = self._confidence_logits(hidden, biases)
+        return DraftBlock(
+            token_ids=torch.stack(tokens, dim=1).tolist(),
+            confidences=self._calibration.confidences(logits, sampler.greedy),
+            draft_probs=sampler.draft_probs(),
+            confidence_logits=logits,
+        )
+
+    def describe(self) -> str:
+        c = self.config
+        vocab = f"{c.output_size} of {c.vocab_size}" if c.draft_vocab_size else str(c.vocab_size)
+        return (
+            f"DSpark {c.num_hidden_layers} layers, taps {list(c.target_layer_ids)}, γ={self.num_draft_tokens}, "
+            f"block {c.block_size}, Markov rank {c.markov_rank}, draft vocabulary {vocab}, "
+            f"confidences {self._calibration.describe()}"
+        )
+
+    def _confidence_logits(self, hidden: Tensor, markov: list[Tensor]) -> np.ndarray:
+        """w·[h_k; W1[x_{k−1}]] + b. hidden [R, γ, H] → [R, γ] float32"""
+        heads = self.heads
+        assert heads.confidence_hidden is not None
+        logits = hidden.float() @ heads.confidence_hidden
+        if heads.confidence_markov is not None:
+            logits = logits + torch.stack(markov, dim=1).float() @ heads.confidence_markov
+        return (logits + heads.confidence_bias).numpy()
+
+
+class _Sampler:
+    """Chooses draft tokens: argmax for greedy rows, inverse CDF of the filtered q for the others."""
+
+    def __init__(self, params: list[SamplingParams], uniforms: list[np.ndarray], draft_vocab: int) -> None:
+        self.greedy = np.array([p.temperature == 0.0 for p in params])
+        self._sampled = torch.from_numpy(np.flatnonzero(~self.greedy))
+        sampled = [int(i) for i in self._sampled]
+        self._rows = sampling_rows([params[i] for i in sampled], draft_vocab) if sampled else None
+        if sampled:
+            self._uniforms = torch.from_numpy(np.stack([uniforms[i] for i in sampled]))  # [R', γ]
+        self._probs: list[Tensor] = []
+
+    def choose(self, logits: Tensor, position: int) -> Tensor:
+        """[R, Vd] → draft ids [R]"""
+        choice = logits.argmax(dim=-1)
+        if self._rows is not None:
+            probs = filtered_probs(logits[self._sampled], self._rows)
+            self._probs.append(probs)
+            choice[self._sampled] = sample_from(probs, self._uniforms[:, position])
+        return choice
+
+    def draft_probs(self) -> list[Tensor | None]:
+        """Per request the distributions its tokens were drawn from, [γ, Vd]; None for greedy ones."""
+        result: list[Tensor | None] = [None] * len(self.greedy)
+        if self._probs:
+            stacked = torch.stack(self._probs, dim=1)  # [R', γ, Vd]
+            for row, index in enumerate(self._sampled.tolist()):
+                result[index] = stacked[row]
+        return result
+
+
+def _check_fits(config: DSparkConfig, target: Decoder, context: DrafterContext) -> None:
+    """The drafter was made for a target of this shape, and can draft as many tokens as asked."""
+    t = target.config
+    for name, have, want in (
+        ("hidden_size", config.hidden_size, t.hidden_size),
+        ("vocab_size", config.vocab_size, t.vocab_size),
+        ("num_target_layers", config.num_target_layers, t.num_layers),
+    ):
+        if have != want:
+            raise CheckpointError(f"{context.path}: the drafter's {name} is {have}, the target's is {want}")
+    if context.num_draft_tokens > config.block_size:
+        raise ConfigError(
+            f"speculation.num_draft_tokens={context.num_draft_tokens} exceeds the drafter's block size "
+            f"{config.block_size}; set it to at most {config.block_size}"
+        )
+    if not config.enable_confidence_head:
+        raise CheckpointError(f"{context.path} has no confidence head, which adaptive verification needs")
+
+
+def _build_heads(config: DSparkConfig, weights: dict[str, Tensor], target: Decoder) -> SequentialHeads:
+    vocab_map, w2 = None, weights.get("markov_head.markov_w2.weight")
+    head_weight = target.head_weight
+    if config.draft_vocab_size is not None:
+        vocab_map = torch.arange(config.draft_vocab_size) + weights["d2t"]  # d2t holds deltas
+        order = vocab_map.argsort()  # ascending, so that a target id is found by bisection
+        vocab_map = vocab_map[order]
+        head_weight = head_weight[vocab_map]
+        w2 = w2[order] if w2 is not None else None
+    proj, bias = weights["confidence_head.proj.weight"][0].float(), weights["confidence_head.proj.bias"][0].float()
+    hidden = config.hidden_size
+    return SequentialHeads(
+        head=PackedLinear(head_weight, None),
+        w1=weights.get("markov_head.markov_w1.weight"),
+        w2=w2.t().contiguous() if w2 is not None else None,
+        confidence_hidden=proj[:hidden],
+        confidence_markov=proj[hidden:] if config.confidence_head_with_markov else None,
+        confidence_bias=bias,
+        vocab_map=vocab_map,
+    )

@@ -1,0 +1,84 @@
+"""Prompt look-up: the continuation of the latest earlier occurrence of the text's last few tokens.
+
+The free baseline (no weights, no forward pass). Its confidences are the live acceptance rate of each
+position, learnt from past outcomes only.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_ray.core.types import FloatArray
+from dspark_ray.models.drafters.base import (
+    DRAFTERS,
+    ContextRows,
+    DraftBlock,
+    DrafterContext,
+    DraftRequest,
+    Outcome,
+)
+
+
+class AcceptanceRates:
+    """Live conditional acceptance per position: Beta-smoothed counts that forget slowly."""
+
+    def __init__(self, num_draft_tokens: int, prior: float = 0.5, strength: float = 8.0) -> None:
+        self._accepted = np.full(num_draft_tokens, prior * strength)
+        self._tried = np.full(num_draft_tokens, strength)
+        self._keep = 0.998
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Position k was tried iff all before it were accepted and it was verified."""
+        for outcome in outcomes:
+            tried = min(outcome.num_accepted + 1, outcome.num_verified)
+            if tried:
+                self._accepted[:tried] *= self._keep
+                self._tried[:tried] *= self._keep
+                self._accepted[: outcome.num_accepted] += 1
+                self._tried[:tried] += 1
+
+    @property
+    def rates(self) -> FloatArray:
+        """[γ] in (0, 1)."""
+        return (self._accepted / self._tried).astype(np.float32)
+
+
+@DRAFTERS.register("ngram")
+class NgramDrafter:
+    """Looks up the longest suffix of `ngram_max` … `ngram_min` tokens."""
+
+    taps: tuple[int, ...] = ()
+    vocab_map = None
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.num_draft_tokens = context.num_draft_tokens
+        self._shortest, self._longest = context.ngram_min, context.ngram_max
+        self._rates = AcceptanceRates(context.num_draft_tokens)
+
+    def commit(self, rows: ContextRows) -> None:
+        """Nothing to keep: the tokens are the context."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
+        tokens = [self._continuation(request.token_ids) for request in requests]
+        confidences = np.tile(self._rates.rates, (len(requests), 1))
+        for row, proposal in enumerate(tokens):
+            confidences[row, len(proposal) :] = 0.0
+        return DraftBlock(tokens, confidences, [None] * len(tokens))
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        self._rates.observe(outcomes)
+
+    def describe(self) -> str:
+        return f"ngram look-up of {self._shortest}-{self._longest} tokens, γ={self.num_draft_tokens}"
+
+    def _continuation(self, token_ids: Sequence[int]) -> list[int]:
+        history = np.asarray(token_ids, dtype=np.int64)
+        for length in range(self._longest, self._shortest - 1, -1):
+            if len(history) <= length:
+                continue
+            windows = np.lib.stride_tricks.sliding_window_view(history[:-1], length)
+            matches = np.flatnonzero((windows == history[-length:]).all(axis=1))
+            if len(matches):
+                start = int(matches[-1]) + length
+                return history[start : start + self.num_draft_tokens].tolist()
+        return []

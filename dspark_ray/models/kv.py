@@ -1,0 +1,21 @@
+"""Storage of paged keys and values. Which block belongs to whom is the engine's business."""
+
+import torch
+from torch import Tensor
+
+
+class KVStorage:
+    """Keys and values of every layer, addressed by slot = block × block_size + offset."""
+
+    def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+        shape = (num_layers, num_slots, num_kv_heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype)  # [L, S, KV, D]
+        self.v = torch.zeros(shape, dtype=dtype)  # [L, S, KV, D]
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """(keys, values) of one layer, each [S, KV, D], writable."""
+        return self.k[index], self.v[index]
+
+    @property
+    def num_bytes(self) -> int:
+        return 2 * self.k.numel() * self.k.element_size()

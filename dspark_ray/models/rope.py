@@ -1,0 +1,64 @@
+"""Rotary position embedding tables for the scaling types that the Llama / Mistral / Qwen family uses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from dspark_ray.core.errors import ConfigError
+
+
+class RopeTable:
+    """cos and sin of every position, precomputed. Pairs are (i, i + D/2), as in Hugging Face's Llama."""
+
+    def __init__(self, inv_freq: Tensor, attention_scaling: float, max_positions: int) -> None:
+        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq.float())
+        self.cos = angles.cos() * attention_scaling  # [max_positions, D/2] float32
+        self.sin = angles.sin() * attention_scaling  # [max_positions, D/2] float32
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [N, D/2], at `positions` [N]."""
+        return self.cos[positions], self.sin[positions]
+
+
+def rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE settings of a config.json, wherever its writer put them (`rope_parameters` in
+    transformers 5, `rope_theta` and `rope_scaling` before), with `rope_type` and `rope_theta` set."""
+    parameters = dict(hf_config.get("rope_scaling") or {})
+    parameters.update(hf_config.get("rope_parameters") or {})
+    parameters.setdefault("rope_theta", hf_config.get("rope_theta", 10000.0))
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    return parameters
+
+
+def build_rope(
+    parameters: dict[str, Any], head_dim: int, max_position_embeddings: int, max_positions: int
+) -> RopeTable:
+    """The table for `rope_parameters(...)`. The scaling formulas are transformers' own.
+
+    Raises `ConfigError` for a scaling type that cannot be tabulated.
+    """
+    rope_type = parameters["rope_type"]
+    if rope_type == "dynamic" and max_positions > max_position_embeddings:
+        raise ConfigError(
+            f"rope_type 'dynamic' is supported up to the model's {max_position_embeddings} positions; "
+            f"set model.max_model_len to that or less"
+        )
+    if rope_type in ("default", "dynamic"):  # within the trained length, dynamic scaling is none
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return RopeTable(1.0 / parameters["rope_theta"] ** exponents, 1.0, max_positions)
+    if rope_type not in ROPE_INIT_FUNCTIONS or rope_type == "longrope":
+        raise ConfigError(f"rope_type {rope_type!r} is not supported; known: default, linear, dynamic, llama3, yarn")
+    config = SimpleNamespace(
+        rope_parameters=parameters,
+        rope_theta=parameters["rope_theta"],
+        head_dim=head_dim,
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        max_position_embeddings=max_position_embeddings,
+        standardize_rope_params=lambda: None,
+    )
+    inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    return RopeTable(inv_freq, attention_scaling, max_positions)

@@ -1,0 +1,102 @@
+"""From logits to the distribution that is sampled, and from uniforms to tokens. All rows at once.
+
+p and q are the distributions *after* temperature, top-k, top-p and min-p (dspark-method: acceptance
+is exact only for the distributions really used), so target and drafter both come through here.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_ray.core.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling parameters of N sampled (not greedy) rows as columns."""
+
+    temperature: Tensor  # [N, 1] > 0
+    top_k: Tensor | None  # [N, 1] int64; None when no row uses it
+    top_p: Tensor | None  # [N, 1]
+    min_p: Tensor | None  # [N, 1]
+
+    def select(self, index: Tensor) -> "SamplingRows":
+        """Rows at `index` [M], repeated where `index` repeats."""
+
+        def pick(column: Tensor | None) -> Tensor | None:
+            return None if column is None else column[index]
+
+        return SamplingRows(self.temperature[index], pick(self.top_k), pick(self.top_p), pick(self.min_p))
+
+
+def sampling_rows(params: Seq[SamplingParams], vocab_size: int) -> SamplingRows:
+    """Columns for `filtered_probs`; filters that no row uses cost nothing."""
+
+    def column(values: list[float], used: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.tensor(values, dtype=dtype).unsqueeze(1) if used else None
+
+    top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
+    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32).unsqueeze(1)
+    return SamplingRows(
+        temperature=temperature,
+        top_k=column(top_k, any(k < vocab_size for k in top_k), torch.int64),
+        top_p=column([p.top_p for p in params], any(p.top_p < 1.0 for p in params)),
+        min_p=column([p.min_p for p in params], any(p.min_p > 0.0 for p in params)),
+    )
+
+
+def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """Temperature, then top-k, top-p and min-p, renormalised. [N, V] any float → [N, V] float32.
+
+    The order is vLLM's. Top-p keeps the smallest set of most likely tokens whose mass reaches p (never
+    fewer than one, ties at its edge together); min-p keeps tokens of at least min_p × the largest.
+    """
+    scaled = logits.float() / rows.temperature
+    if rows.top_k is not None:
+        scaled = _mask_top_k(scaled, rows.top_k)
+    probs = torch.softmax(scaled, dim=-1)
+    if rows.top_p is not None:
+        probs = _mask_top_p(probs, rows.top_p)
+    if rows.min_p is not None:
+        floor = probs.amax(dim=-1, keepdim=True) * rows.min_p
+        probs = probs.masked_fill(probs < floor, 0.0)
+    if rows.top_p is not None or rows.min_p is not None:
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def _mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
+    vocab_size = logits.shape[1]
+    limited = top_k < vocab_size  # [N, 1]
+    widest = int(torch.where(limited, top_k, 1).max())
+    values = logits.topk(widest, dim=-1).values  # descending
+    threshold = values.gather(1, (top_k - 1).clamp(max=widest - 1))
+    return logits.masked_fill(limited & (logits < threshold), float("-inf"))
+
+
+_TOP_P_CANDIDATES = 1024
+
+
+def _mask_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Keeps the nucleus. Sorting the head of the distribution is enough for almost every row."""
+    width = min(_TOP_P_CANDIDATES, probs.shape[1])
+    values = probs.topk(width, dim=-1).values
+    if width < probs.shape[1] and bool((values.sum(-1, keepdim=True) < top_p).any()):
+        values = probs.sort(dim=-1, descending=True).values
+    before = values.cumsum(-1) - values  # mass of the strictly likelier tokens
+    last = (before < top_p).sum(-1, keepdim=True).clamp(min=1) - 1
+    threshold = values.gather(1, last)
+    return probs.masked_fill((probs < threshold) & (top_p < 1.0), 0.0)
+
+
+def sample_from(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sampling: [N, V] non-negative weights and uniforms [N] in [0, 1) → token ids [N]."""
+    cdf = probs.double().cumsum(-1)
+    target = (uniforms.double() * cdf[:, -1]).unsqueeze(1)
+    index = torch.searchsorted(cdf, target, right=True).clamp(max=probs.shape[1] - 1)
+    if bool((probs.gather(1, index) <= 0).any()):  # rounding went past the last token with mass
+        positions = torch.arange(probs.shape[1]).expand_as(probs)
+        index = torch.minimum(index, torch.where(probs > 0, positions, 0).amax(-1, keepdim=True))
+    return index.squeeze(1)

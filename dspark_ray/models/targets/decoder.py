@@ -1,0 +1,167 @@
+"""One decoder for the Llama / Mistral / Qwen2 / Qwen3 family over paged KV and a flat ragged batch.
+
+Weights that are read together are stored together (Q, K and V; gate and up), so that one row costs
+little more than one pass over the weights.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from dspark_kernels.activation import silu_mul
+from dspark_kernels.attention import PagedBatch, paged_attention
+from dspark_kernels.linear import PackedLinear
+from dspark_kernels.norm import add_rms_norm, rms_norm
+from dspark_kernels.rope import qkv_rope_store
+from torch import Tensor
+
+from dspark_ray.core.errors import CheckpointError, ConfigError
+from dspark_ray.models.kv import KVStorage
+from dspark_ray.models.rope import build_rope
+from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
+from dspark_ray.models.weights import WeightSource, load_safetensors
+
+__all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOutput:
+    """What one forward pass leaves behind."""
+
+    hidden: Tensor  # [N, H] after the final norm
+    taps: Tensor  # [N, m·H] outputs of the tap layers, side by side; [N, 0] without taps
+
+
+class DecoderLayer:
+    """Attention and MLP with their norms; holds fused, prepacked weights."""
+
+    def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str, dtype: torch.dtype) -> None:
+        self.config = config
+        head_rows = {
+            "q": config.num_heads * config.head_dim,
+            "k": config.num_kv_heads * config.head_dim,
+            "v": config.num_kv_heads * config.head_dim,
+        }
+        hidden, inner = config.hidden_size, config.intermediate_size
+
+        def take(name: str, *shape: int) -> Tensor:
+            return source.take(f"{prefix}.{name}", shape).to(dtype)
+
+        def fuse(names: dict[str, int], module: str, bias: bool) -> PackedLinear:
+            weight = torch.cat([take(f"{module}.{n}_proj.weight", rows, hidden) for n, rows in names.items()])
+            biases = [take(f"{module}.{n}_proj.bias", rows) for n, rows in names.items()] if bias else None
+            return PackedLinear(weight, torch.cat(biases) if biases else None)
+
+        self.input_norm = take("input_layernorm.weight", hidden)
+        self.qkv = fuse(head_rows, "self_attn", config.qkv_bias)
+        self.q_norm = take("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None
+        self.k_norm = take("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None
+        self.o = PackedLinear(
+            take("self_attn.o_proj.weight", hidden, head_rows["q"]),
+            take("self_attn.o_proj.bias", hidden) if config.o_bias else None,
+        )
+        self.post_norm = take("post_attention_layernorm.weight", hidden)
+        self.gate_up = fuse({"gate": inner, "up": inner}, "mlp", config.mlp_bias)
+        self.down = PackedLinear(
+            take("mlp.down_proj.weight", hidden, inner),
+            take("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
+        )
+        self.scale = config.head_dim**-0.5
+
+    def attend(
+        self,
+        normed: Tensor,  # [N, H]
+        cos_sin: tuple[Tensor, Tensor],  # each [N, D/2]
+        cache: tuple[Tensor, Tensor],  # each [S, KV, D]
+        slots: Tensor,  # [N]
+        batch: PagedBatch,
+    ) -> Tensor:
+        """The attention branch [N, H]; writes this layer's K and V of the rows to `slots`."""
+        config = self.config
+        q = qkv_rope_store(
+            self.qkv(normed),
+            *cos_sin,
+            config.num_heads,
+            config.num_kv_heads,
+            self.q_norm,
+            self.k_norm,
+            config.rms_norm_eps,
+            *cache,
+            slots,
+        )
+        out = paged_attention(q, *cache, batch, self.scale)
+        return self.o(out.view(out.shape[0], -1))
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """The SwiGLU branch, [N, H] → [N, H]."""
+        return self.down(silu_mul(self.gate_up(normed)))
+
+
+class Decoder:
+    """The target model, inference only."""
+
+    def __init__(
+        self, config: DecoderConfig, source: WeightSource, dtype: torch.dtype, max_positions: int
+    ) -> None:
+        """Takes every tensor from `source`; `CheckpointError` names what is missing or left over."""
+        if config.sliding_window is not None and max_positions > config.sliding_window:
+            raise ConfigError(
+                f"sliding-window attention is not supported beyond its window: set model.max_model_len "
+                f"to {config.sliding_window} or less"
+            )
+        self.config = config
+        self.dtype = dtype
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embedding = source.take("model.embed_tokens.weight", (vocab, hidden)).to(dtype)
+        self.layers = [
+            DecoderLayer(config, source, f"model.layers.{index}", dtype) for index in range(config.num_layers)
+        ]
+        self.norm = source.take("model.norm.weight", (hidden,)).to(dtype)
+        stored_head = source.take_optional("lm_head.weight", (vocab, hidden))
+        if stored_head is None and not config.tie_word_embeddings:
+            raise CheckpointError("lm_head.weight is missing and config.json does not tie it to the embedding")
+        tied = config.tie_word_embeddings or stored_head is None
+        self.head_weight = self.embedding if tied or stored_head is None else stored_head.to(dtype)  # [V, H]
+        self.head = PackedLinear(self.head_weight, None)
+        source.finish()
+        self.rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings, max_positions)
+
+    def new_kv(self, num_slots: int) -> KVStorage:
+        """KV storage for `num_slots` tokens."""
+        config = self.config
+        return KVStorage(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [N] int64
+        positions: Tensor,  # [N] int64
+        kv: KVStorage,
+        slots: Tensor,  # [N] int64, where the rows' K and V go
+        batch: PagedBatch,
+        taps: tuple[int, ...] = (),
+    ) -> DecoderOutput:
+        """One pass over a flat ragged batch; `taps` are 0-based layers whose outputs are kept."""
+        eps = self.config.rms_norm_eps
+        cos_sin = self.rope.at(positions)
+        residual = self.embedding[token_ids]
+        kept: list[Tensor] = []
+        normed = rms_norm(residual, self.layers[0].input_norm, eps)
+        for index, layer in enumerate(self.layers):
+            attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch)
+            normed, residual = add_rms_norm(attended, residual, layer.post_norm, eps)
+            last = index + 1 == len(self.layers)
+            next_norm = self.norm if last else self.layers[index + 1].input_norm
+            normed, residual = add_rms_norm(layer.mlp(normed), residual, next_norm, eps)
+            if index in taps:
+                kept.append(residual)
+        return DecoderOutput(normed, torch.cat(kept, dim=1) if kept else residual[:, :0])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[M, H] after the final norm → logits [M, V] in the model's dtype."""
+        return self.head(hidden)
+
+
+def load_target(model_dir: Path, dtype: torch.dtype, max_positions: int) -> Decoder:
+    """The target in a Hugging Face directory."""
+    config = read_decoder_config(model_dir)
+    return Decoder(config, WeightSource(load_safetensors(model_dir)), dtype, max_positions)
