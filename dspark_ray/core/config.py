@@ -4,6 +4,7 @@
 served application are driven by one file.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +35,9 @@ class ModelConfig(Section):
 class EngineConfig(Section):
     """The step loop and its memory."""
 
-    num_threads: int | None = Field(None, ge=1, description="torch threads; None: all cores, shared by replicas")
+    num_threads: int | None = Field(
+        None, ge=1, description="torch threads; None: all cores, shared by replicas"
+    )
     kv_block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     kv_num_blocks: int = Field(2048, ge=2, description="KV blocks per replica")
     max_running: int = Field(64, ge=1, description="requests decoded together")
@@ -88,7 +91,9 @@ class SchedulerConfig(Section):
     """The central scheduler, one per application."""
 
     policy: Literal["local", "shared_cap"] = "local"
-    cap_draft_tokens_per_s: float | None = Field(None, gt=0, description="fleet-wide verify rate (shared_cap)")
+    cap_draft_tokens_per_s: float | None = Field(
+        None, gt=0, description="fleet-wide verify rate (shared_cap)"
+    )
     report_interval_ms: float = Field(250.0, ge=20.0)
     plan_ttl_ms: float = Field(2000.0, ge=100.0, description="a plan older than this is ignored")
 
@@ -142,3 +147,26 @@ def load_app_config(path: Path) -> AppConfig:
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise ConfigError(f"{path} has no 'applications' list; see configs/smollm2-135m-cpu.yaml") from error
     return parse_app_config(args or {})
+
+
+def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
+    """Files named relative to one of `bases`, the first that has them, made absolute.
+
+    Other processes run in other directories than the shell that read the configuration. A name that exists
+    nowhere stays as it is: a hub id, or an error that its user reports better.
+    """
+
+    def absolute(path: str | None) -> str | None:
+        if path is None or Path(path).expanduser().is_absolute():
+            return path
+        found = next((base / path for base in bases if (base / path).exists()), None)
+        return path if found is None else str(found.resolve())
+
+    speculation = config.speculation
+    updates = {
+        "drafter": speculation.drafter.model_copy(update={"path": absolute(speculation.drafter.path)}),
+        "temperatures": absolute(speculation.temperatures),
+        "step_table": absolute(speculation.step_table),
+    }
+    model = config.model.model_copy(update={"source": absolute(config.model.source)})
+    return config.model_copy(update={"model": model, "speculation": speculation.model_copy(update=updates)})
