@@ -74,9 +74,7 @@ def _leading_matches(draft: Seq[int], truth: Seq[int]) -> int:
     return len(draft)
 
 
-def _verify_sampled(
-    logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None
-) -> list[Verdict]:
+def _verify_sampled(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     owner = torch.tensor([i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)])
     columns = sampling_rows([r.sampling for r in requests], logits.shape[1]).select(owner)
     probs = filtered_probs(logits[_rows_of(requests)], columns)  # [M', V]

@@ -115,7 +115,9 @@ class Admission:
         sequence.num_registered = len(matched)
         sequence.prefix_identity = self.pool.identity_of(matched)
         sequence.num_computed = len(matched) * self.pool.block_size
-        if sequence.num_output == len(sequence.request.emitted_token_ids):  # not a resumption after preemption
+        if sequence.num_output == len(
+            sequence.request.emitted_token_ids
+        ):  # not a resumption after preemption
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             self.hit_tokens += sequence.num_computed
             self.query_tokens += len(sequence.token_ids)

@@ -42,7 +42,9 @@ class BudgetPlanner:
         self._config = config
         self._max_step_rows = max_step_rows
         self._gate = GateSettings()
-        self._prior = np.full(config.num_draft_tokens, 0.5, dtype=np.float32)  # mean survival, old drafts only
+        self._prior = np.full(
+            config.num_draft_tokens, 0.5, dtype=np.float32
+        )  # mean survival, old drafts only
         self._prior_queue: list[FloatArray] = []
         self._pays = True
         self._steps_switched_off = 0
@@ -152,5 +154,3 @@ class BudgetPlanner:
             return True
         self._steps_switched_off += 1
         return self._steps_switched_off % _SWITCH_PROBE_STEPS == 0
-
-

@@ -9,7 +9,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.engine import Engine
-from dspark_ray.models.drafters import ngram  # noqa: F401  (registers)
+from dspark_ray.models.drafters import dspark, ngram  # noqa: F401  (they register themselves)
 from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.scheduling.step_table import StepTable

@@ -20,6 +20,7 @@ from dspark_ray.core.types import (
     FloatArray,
     Request,
     RequestOutput,
+    RequestUsage,
     SpeculationCounters,
     StepPlan,
     SurvivalReport,
@@ -85,7 +86,6 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
         self._num_finished = self._num_aborted = 0
-        self._finished: list[RequestOutput] = []
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -104,6 +104,11 @@ class Engine:
         self.admission.drop(sequence)
         self._num_aborted += 1
         return True
+
+    def usage(self, request_id: str) -> RequestUsage | None:
+        """What a request has cost so far; None if it is not here (any more)."""
+        sequence = self._sequences.get(request_id)
+        return sequence.usage() if sequence else None
 
     def has_work(self) -> bool:
         return bool(self._sequences)
@@ -374,7 +379,9 @@ class Engine:
             f"hidden {c.hidden_size}, {self.config.model.dtype}",
             "drafter": self.drafter.describe() if self.drafter else "none",
             "mode": self.config.speculation.mode.value,
-            "step_table": self.budget.table.summary() if self.budget.table else "none: everything is verified",
+            "step_table": self.budget.table.summary()
+            if self.budget.table
+            else "none: everything is verified",
             "kv": f"{self.pool.num_blocks} blocks of {self.pool.block_size} tokens ({kv_tokens} tokens, "
             f"{self.kv.num_bytes / 2**20:.0f} MiB)",
         }

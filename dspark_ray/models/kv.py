@@ -7,7 +7,9 @@ from torch import Tensor
 class KVStorage:
     """Keys and values of every layer, addressed by slot = block × block_size + offset."""
 
-    def __init__(self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
         self.k = torch.zeros(shape, dtype=dtype)  # [L, S, KV, D]
         self.v = torch.zeros(shape, dtype=dtype)  # [L, S, KV, D]

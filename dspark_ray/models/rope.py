@@ -50,7 +50,9 @@ def build_rope(
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return RopeTable(1.0 / parameters["rope_theta"] ** exponents, 1.0, max_positions)
     if rope_type not in ROPE_INIT_FUNCTIONS or rope_type == "longrope":
-        raise ConfigError(f"rope_type {rope_type!r} is not supported; known: default, linear, dynamic, llama3, yarn")
+        raise ConfigError(
+            f"rope_type {rope_type!r} is not supported; known: default, linear, dynamic, llama3, yarn"
+        )
     config = SimpleNamespace(
         rope_parameters=parameters,
         rope_theta=parameters["rope_theta"],

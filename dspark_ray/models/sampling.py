@@ -34,7 +34,7 @@ class SamplingRows:
 def sampling_rows(params: Seq[SamplingParams], vocab_size: int) -> SamplingRows:
     """Columns for `filtered_probs`; filters that no row uses cost nothing."""
 
-    def column(values: list[float], used: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    def column(values: Seq[float], used: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
         return torch.tensor(values, dtype=dtype).unsqueeze(1) if used else None
 
     top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]

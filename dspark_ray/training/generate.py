@@ -25,6 +25,7 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.tokenizer import Tokenizer
 
+
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
     """How samples are made."""
@@ -121,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="default", help="'default', a directory or a hub id")
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--concurrency", type=int, default=GenerationSettings.concurrency)
+    parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(arguments)

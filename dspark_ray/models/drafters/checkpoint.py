@@ -8,6 +8,7 @@ LM head are the target's; a checkpoint may store copies, which are checked for s
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,9 @@ def parse_config(raw: dict[str, Any], *, qk_norm: bool) -> DSparkConfig:
         target_layer_ids=_layer_ids(raw),
         mask_token_id=_integer(raw, "mask_token_id"),
         block_size=_integer(raw, "block_size"),
-        draft_vocab_size=None if draft_vocab_size in (None, vocab_size) else _integer(raw, "draft_vocab_size"),
+        draft_vocab_size=None
+        if draft_vocab_size in (None, vocab_size)
+        else _integer(raw, "draft_vocab_size"),
         markov_rank=rank,
         markov_head_type=raw.get("markov_head_type", "vanilla"),
         enable_confidence_head=bool(raw.get("enable_confidence_head", False)),
@@ -232,11 +235,13 @@ def _refuse_unknown_variants(raw: dict[str, Any]) -> None:
 def _check_config(config: DSparkConfig) -> None:
     """What a shape check of the tensors would not find."""
     if config.mask_token_id >= config.vocab_size:
-        raise CheckpointError(f"mask_token_id {config.mask_token_id} is outside the vocabulary {config.vocab_size}")
+        raise CheckpointError(
+            f"mask_token_id {config.mask_token_id} is outside the vocabulary {config.vocab_size}"
+        )
     if config.enable_confidence_head and config.confidence_head_with_markov and not config.markov_rank:
         raise CheckpointError("confidence_head_with_markov needs a markov_rank above 0")
     ids = config.target_layer_ids
-    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+    if not ids or any(a >= b for a, b in pairwise(ids)):
         raise CheckpointError(f"target_layer_ids {list(ids)} must increase")
     # −1 is the embedding. The last layer's output is only known once its token is.
     if ids[0] < -1 or ids[-1] >= config.num_target_layers - 1:

@@ -1,32 +1,55 @@
 """From confidence logits to calibrated chances: c_k = σ(logit_k / T_k), T by acceptance rule."""
 
-from dataclasses import dataclass
+import logging
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_ray.calibration.temperatures import Temperatures
+from dspark_ray.core.digest import sha256_file
+from dspark_ray.core.errors import ArtefactError
 from dspark_ray.core.types import FloatArray
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class Calibration:
-    """One temperature per position and acceptance rule."""
+TEMPERATURES_FILE = "temperatures.json"
+_MAX_LOGIT = 30.0  # far beyond any meaningful confidence; keeps exp finite
 
-    greedy: FloatArray  # [γ]
-    rejection: FloatArray  # [γ]
-    source: str
 
-    def confidences(self, logits: FloatArray, greedy: NDArray[np.bool_]) -> FloatArray:
-        """logits [R, γ], greedy [R] (the rule of each request) → [R, γ] in (0, 1)."""
+class CalibratedConfidence:
+    """A checkpoint's temperatures, or T = 1 where it has none."""
+
+    def __init__(self, temperatures: Temperatures, source: str) -> None:
+        self._greedy = temperatures.for_rule("greedy")  # [γ]
+        self._rejection = temperatures.for_rule("rejection")  # [γ]
+        self.source = source
+
+    def __call__(self, logits: FloatArray, greedy: NDArray[np.bool_]) -> FloatArray:
+        """logits [R, γ] and whether each request is greedy [R] → [R, γ] in (0, 1)."""
         gamma = logits.shape[1]
-        temperature = np.where(greedy[:, None], self.greedy[:gamma], self.rejection[:gamma])
-        scaled = np.clip(logits / temperature, -30.0, 30.0)
+        temperature = np.where(greedy[:, None], self._greedy[:gamma], self._rejection[:gamma])
+        scaled = np.clip(logits / temperature, -_MAX_LOGIT, _MAX_LOGIT)
         return (1.0 / (1.0 + np.exp(-scaled))).astype(np.float32)
 
-    def describe(self) -> str:
-        return self.source
+
+def load_confidence(checkpoint: Path, override: str | None, block_size: int) -> CalibratedConfidence:
+    """The named temperatures, else those beside the checkpoint, else none (said in the log).
+
+    Raises `ArtefactError` when they were made for another drafter or block size.
+    """
+    path = Path(override) if override is not None else checkpoint / TEMPERATURES_FILE
+    if override is None and not path.is_file():
+        log.warning("%s has no %s: its confidences are used uncalibrated", checkpoint, TEMPERATURES_FILE)
+        return CalibratedConfidence(Temperatures.neutral(block_size), "uncalibrated")
+    temperatures = Temperatures.load(path, expect={"drafter": drafter_digest(checkpoint)})
+    if temperatures.block_size < block_size:
+        raise ArtefactError(
+            f"{path} has temperatures for {temperatures.block_size} positions, the drafter has {block_size}"
+        )
+    return CalibratedConfidence(temperatures, f"calibrated ({path.name})")
 
 
-def load_calibration(checkpoint: str, override: str | None, block_size: int) -> Calibration:
-    ones = np.ones(block_size, dtype=np.float32)
-    return Calibration(ones, ones, "uncalibrated")
+def drafter_digest(checkpoint: Path) -> str:
+    """What a drafter's temperatures and step tables are tied to: its weights."""
+    return sha256_file(checkpoint / "model.safetensors")[:16]

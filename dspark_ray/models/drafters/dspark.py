@@ -17,7 +17,7 @@ from dspark_kernels.rope import k_rope_store, qkv_rope
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
-from dspark_ray.core.types import SamplingParams
+from dspark_ray.core.types import FloatArray, SamplingParams
 from dspark_ray.models.drafters.base import (
     DRAFTERS,
     ContextRows,
@@ -27,12 +27,12 @@ from dspark_ray.models.drafters.base import (
     Outcome,
 )
 from dspark_ray.models.drafters.checkpoint import load_checkpoint
+from dspark_ray.models.drafters.confidence import load_confidence
 from dspark_ray.models.drafters.network import DSparkConfig
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
-from dspark_ray.models.drafters.confidence import load_calibration
 
 
 class DraftLayerWeights:
@@ -43,7 +43,9 @@ class DraftLayerWeights:
             return weights[f"{prefix}.{name}"]
 
         self.input_norm = take("input_layernorm.weight")
-        self.qkv = PackedLinear(torch.cat([take(f"self_attn.{n}_proj.weight") for n in ("q", "k", "v")]), None)
+        self.qkv = PackedLinear(
+            torch.cat([take(f"self_attn.{n}_proj.weight") for n in ("q", "k", "v")]), None
+        )
         self.q_norm = take("self_attn.q_norm.weight") if qk_norm else None
         self.k_norm = take("self_attn.k_norm.weight") if qk_norm else None
         self.o = PackedLinear(take("self_attn.o_proj.weight"), None)
@@ -68,7 +70,11 @@ class Backbone:
         self.context_kv = PackedLinear(torch.cat(projections), None)
         self.kv_width = 2 * config.num_key_value_heads * config.head_dim
         self.kv = KVStorage(
-            len(self.layers), context.num_slots, config.num_key_value_heads, config.head_dim, self.target.dtype
+            len(self.layers),
+            context.num_slots,
+            config.num_key_value_heads,
+            config.head_dim,
+            self.target.dtype,
         )
         rope = {"rope_type": "default", "rope_theta": config.rope_theta, **config.rope_scaling}
         # A block may reach γ positions past the last one that is ever emitted.
@@ -148,9 +154,9 @@ class SequentialHeads:
     head: PackedLinear  # [Vd, H] rows of the target's LM head
     w1: Tensor | None  # [V, r]
     w2: Tensor | None  # [r, Vd]
-    confidence_hidden: Tensor | None  # [H]
+    confidence_hidden: Tensor  # [H]
     confidence_markov: Tensor | None  # [r]
-    confidence_bias: Tensor | None  # []
+    confidence_bias: Tensor  # []
     vocab_map: Tensor | None  # [Vd] draft id → target id, ascending
 
 
@@ -172,7 +178,7 @@ class DSparkDrafter:
         self.backbone = Backbone(config, weights, context)
         self.heads = _build_heads(config, weights, target)
         self.vocab_map = self.heads.vocab_map
-        self._calibration = load_calibration(context.path, context.temperatures, config.block_size)
+        self._confidence = load_confidence(Path(context.path), context.temperatures, config.block_size)
 
     def commit(self, rows: ContextRows) -> None:
         self.backbone.store_context(rows)
@@ -198,31 +204,30 @@ class DSparkDrafter:
             choice = sampler.choose(logits, position)
             previous = choice if self.vocab_map is None else self.vocab_map[choice]
             tokens.append(previous)
-        logits = self._confidence_logits(hidden, biases)
+        confidence_logits = self._confidence_logits(hidden, biases)
         return DraftBlock(
             token_ids=torch.stack(tokens, dim=1).tolist(),
-            confidences=self._calibration.confidences(logits, sampler.greedy),
+            confidences=self._confidence(confidence_logits, sampler.greedy),
             draft_probs=sampler.draft_probs(),
-            confidence_logits=logits,
+            confidence_logits=confidence_logits,
         )
 
     def describe(self) -> str:
         c = self.config
         vocab = f"{c.output_size} of {c.vocab_size}" if c.draft_vocab_size else str(c.vocab_size)
         return (
-            f"DSpark {c.num_hidden_layers} layers, taps {list(c.target_layer_ids)}, γ={self.num_draft_tokens}, "
-            f"block {c.block_size}, Markov rank {c.markov_rank}, draft vocabulary {vocab}, "
-            f"confidences {self._calibration.describe()}"
+            f"DSpark {c.num_hidden_layers} layers, taps {list(c.target_layer_ids)}, "
+            f"γ={self.num_draft_tokens}, block {c.block_size}, Markov rank {c.markov_rank}, "
+            f"draft vocabulary {vocab}, confidences {self._confidence.source}"
         )
 
-    def _confidence_logits(self, hidden: Tensor, markov: list[Tensor]) -> np.ndarray:
+    def _confidence_logits(self, hidden: Tensor, markov: list[Tensor]) -> FloatArray:
         """w·[h_k; W1[x_{k−1}]] + b. hidden [R, γ, H] → [R, γ] float32"""
         heads = self.heads
-        assert heads.confidence_hidden is not None
         logits = hidden.float() @ heads.confidence_hidden
         if heads.confidence_markov is not None:
             logits = logits + torch.stack(markov, dim=1).float() @ heads.confidence_markov
-        return (logits + heads.confidence_bias).numpy()
+        return np.asarray((logits + heads.confidence_bias).numpy(), dtype=np.float32)
 
 
 class _Sampler:
@@ -284,7 +289,10 @@ def _build_heads(config: DSparkConfig, weights: dict[str, Tensor], target: Decod
         vocab_map = vocab_map[order]
         head_weight = head_weight[vocab_map]
         w2 = w2[order] if w2 is not None else None
-    proj, bias = weights["confidence_head.proj.weight"][0].float(), weights["confidence_head.proj.bias"][0].float()
+    proj, bias = (
+        weights["confidence_head.proj.weight"][0].float(),
+        weights["confidence_head.proj.bias"][0].float(),
+    )
     hidden = config.hidden_size
     return SequentialHeads(
         head=PackedLinear(head_weight, None),

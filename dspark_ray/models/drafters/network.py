@@ -5,12 +5,15 @@ The embedding and the LM head belong to the target: they are arguments here, nev
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from dspark_ray.core.errors import ConfigError
 
 ContextKV = list[tuple[Tensor, Tensor]]  # per layer: keys, values [N, num_key_value_heads, S, head_dim]
 
@@ -38,7 +41,9 @@ class DSparkConfig:
     qk_norm: bool = True
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] = field(default_factory=dict)  # kept as read; only "default" is computed here
+    rope_scaling: dict[str, Any] = field(
+        default_factory=dict
+    )  # kept as read; only "default" is computed here
 
     @property
     def output_size(self) -> int:
@@ -88,7 +93,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rope: tuple[Tensor, Tensor], context: tuple[Tensor, Tensor], mask: Tensor
     ) -> Tensor:
-        """x [N, T, H]; context keys and values [N, num_kv_heads, S, head_dim]; mask [N, 1, group·T, S + T]."""
+        """x [N, T, H]; context keys, values [N, num_kv_heads, S, head_dim]; mask [N, 1, group·T, S + T]."""
         n, t, _ = x.shape
         queries = self.q_norm(self.q_proj(x).view(n, t, -1, self.head_dim)).transpose(1, 2)
         # Query heads that share a KV head become extra rows of it: one plain attention, keys never copied.
@@ -96,7 +101,7 @@ class Attention(nn.Module):
         keys, values = self.project_kv(x, rope)
         keys = torch.cat((context[0], keys), dim=2)
         values = torch.cat((context[1], values), dim=2)
-        # Spelt out: with a mask and a backward pass, two batched products beat the CPU's fused kernel in bf16.
+        # Spelt out: with a mask and a backward pass, two batched products beat the fused CPU kernel.
         scores = (queries * self.head_dim**-0.5) @ keys.transpose(-1, -2) + mask.to(queries.dtype)
         out = scores.softmax(-1).to(values.dtype) @ values
         return self.o_proj(out.reshape(n, -1, t, self.head_dim).transpose(1, 2).reshape(n, t, -1))
@@ -154,6 +159,9 @@ class DSparkNetwork(nn.Module):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
+        rope_type = config.rope_scaling.get("rope_type", config.rope_scaling.get("type", "default"))
+        if rope_type != "default":
+            raise ConfigError(f"a DSpark drafter with rope_type {rope_type!r} cannot be run by this network")
         self.config = config
         h = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids) * h, h, bias=False)
@@ -170,7 +178,8 @@ class DSparkNetwork(nn.Module):
     def context_kv(self, context: Tensor, positions: Tensor) -> ContextKV:
         """Every layer's context keys and values. context [N, S, H], positions [N, S] absolute."""
         rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
-        return [layer.self_attn.project_kv(context, rope) for layer in self.layers]
+        layers = cast(Iterable[DraftLayer], self.layers)
+        return [layer.self_attn.project_kv(context, rope) for layer in layers]
 
     def forward(self, embeddings: Tensor, positions: Tensor, context: ContextKV, visible: Tensor) -> Tensor:
         """Hidden states of the slots, normed for the LM head.
@@ -195,18 +204,22 @@ class DSparkNetwork(nn.Module):
     def logits(self, hidden: Tensor, head_weight: Tensor, markov: Tensor | None) -> Tensor:
         """Draft logits: head rows of the draft vocabulary [Vd, H] applied to hidden, plus the Markov bias."""
         logits = F.linear(hidden, head_weight)
-        return logits if markov is None else logits + self.markov_head.markov_w2(markov)
+        return logits if self.markov_head is None else logits + self.markov_head.markov_w2(markov)
 
     def confidence_logit(self, hidden: Tensor, markov: Tensor | None) -> Tensor:
         """Logit of the conditional acceptance of each slot. hidden [..., H] → [...]."""
         assert self.confidence_head is not None, "this drafter has no confidence head"
-        joined = torch.cat((hidden, markov.to(hidden.dtype)), -1) if self.config.confidence_head_with_markov else hidden
-        return self.confidence_head.proj(joined).squeeze(-1)
+        if self.config.confidence_head_with_markov:
+            assert markov is not None, "confidence_head_with_markov needs a Markov head"
+            hidden = torch.cat((hidden, markov.to(hidden.dtype)), dim=-1)
+        return self.confidence_head.proj(hidden).squeeze(-1)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, [N, 1, T, head_dim / 2] each, fp32 (RoFormer, eq. 15)."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
+    frequencies = theta ** (
+        -torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    )
     angles = positions[:, None, :, None].float() * frequencies
     return angles.cos(), angles.sin()
 

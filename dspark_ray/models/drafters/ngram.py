@@ -7,6 +7,7 @@ position, learnt from past outcomes only.
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from dspark_ray.core.types import FloatArray
 from dspark_ray.models.drafters.base import (
@@ -48,7 +49,7 @@ class NgramDrafter:
     """Looks up the longest suffix of `ngram_max` … `ngram_min` tokens."""
 
     taps: tuple[int, ...] = ()
-    vocab_map = None
+    vocab_map: Tensor | None = None
 
     def __init__(self, context: DrafterContext) -> None:
         self.num_draft_tokens = context.num_draft_tokens

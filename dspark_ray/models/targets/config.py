@@ -50,7 +50,9 @@ def read_decoder_config(model_dir: Path) -> DecoderConfig:
 
 def _common(raw: dict[str, Any], **switches: Any) -> DecoderConfig:
     if raw.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act {raw['hidden_act']!r} is not supported; the decoder uses SwiGLU (silu)")
+        raise ConfigError(
+            f"hidden_act {raw['hidden_act']!r} is not supported; the decoder uses SwiGLU (silu)"
+        )
     num_heads = raw["num_attention_heads"]
     settings: dict[str, Any] = {
         "model_type": raw["model_type"],
@@ -81,7 +83,9 @@ def _llama(raw: dict[str, Any]) -> DecoderConfig:
 
 @TARGETS.register("mistral")
 def _mistral(raw: dict[str, Any]) -> DecoderConfig:
-    return _common(raw, sliding_window=raw.get("sliding_window"), qkv_bias=False, o_bias=False, mlp_bias=False)
+    return _common(
+        raw, sliding_window=raw.get("sliding_window"), qkv_bias=False, o_bias=False, mlp_bias=False
+    )
 
 
 def _qwen_window(raw: dict[str, Any]) -> int | None:

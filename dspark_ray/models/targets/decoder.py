@@ -119,7 +119,9 @@ class Decoder:
         self.norm = source.take("model.norm.weight", (hidden,)).to(dtype)
         stored_head = source.take_optional("lm_head.weight", (vocab, hidden))
         if stored_head is None and not config.tie_word_embeddings:
-            raise CheckpointError("lm_head.weight is missing and config.json does not tie it to the embedding")
+            raise CheckpointError(
+                "lm_head.weight is missing and config.json does not tie it to the embedding"
+            )
         tied = config.tie_word_embeddings or stored_head is None
         self.head_weight = self.embedding if tied or stored_head is None else stored_head.to(dtype)  # [V, H]
         self.head = PackedLinear(self.head_weight, None)
