@@ -1,0 +1,1 @@
+"""Training of drafters: data, target cache, anchors, losses, trainer."""

@@ -1,0 +1,103 @@
+"""What a training YAML says, checked key by key (see configs/training/)."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from dspark_ray.core.config import Section
+from dspark_ray.core.errors import ConfigError
+
+
+class ArchitectureConfig(Section):
+    """The drafter's shape; attention, MLP and RoPE shapes are the target's."""
+
+    num_layers: int = Field(2, ge=1)
+    block_size: int = Field(7, ge=1, le=32, description="γ")
+    target_layer_ids: tuple[int, ...] = Field(description="taps: 0-based layers whose output is read")
+    draft_vocab_size: int | None = Field(8192, ge=2, description="None: the whole vocabulary")
+    mask_token_id: int = Field(ge=0, description="a token that never occurs in text")
+    markov_rank: int = Field(64, ge=0)
+    qk_norm: bool = False
+    init_layers: tuple[int, ...] = Field(
+        (), description="target layers the draft layers start from; () random"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "ArchitectureConfig":
+        if self.init_layers and len(self.init_layers) != self.num_layers:
+            raise ValueError("architecture.init_layers needs one target layer per draft layer")
+        if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)) or not self.target_layer_ids:
+            raise ValueError("architecture.target_layer_ids must increase")
+        return self
+
+
+class CacheConfig(Section):
+    """The target cache on disk."""
+
+    folder: Path
+    top_k: int = Field(64, ge=1, description="target probabilities kept per position")
+    max_length: int = Field(1024, ge=8, description="longest sequence; a longer response is cut")
+    max_gb: float = Field(20.0, gt=0)
+    refresh_minutes: float = Field(10.0, gt=0, description="how often data files are looked at for new lines")
+
+
+class OptimizerConfig(Section):
+    """AdamW with cosine decay after warm-up, clipping and an averaged copy."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    final_fraction: float = Field(0.05, ge=0, le=1, description="learning rate at the end, relative")
+    warmup_steps: int = Field(100, ge=0)
+    total_steps: int = Field(8000, ge=1)
+    weight_decay: float = Field(0.01, ge=0)
+    beta2: float = Field(0.95, gt=0, lt=1)
+    clip_norm: float = Field(1.0, gt=0)
+    ema_decay: float = Field(0.999, ge=0, lt=1)
+
+
+class LossConfig(Section):
+    """Weights of the loss terms (0.1, 0.9, 1.0 in the paper) and γ' of the position weights."""
+
+    cross_entropy: float = Field(0.1, ge=0)
+    total_variation: float = Field(0.9, ge=0)
+    confidence: float = Field(1.0, ge=0)
+    position_decay: float = Field(4.0, gt=0)
+
+
+class TrainingConfig(Section):
+    """One training run. Same folder, same config: it continues where it stopped."""
+
+    target: Path = Field(description="Hugging Face directory of the target")
+    data: tuple[Path, ...] = Field(description="JSON lines files; they may grow during the run")
+    output: Path = Field(description="folder of the run: state, log, exported checkpoint")
+    start_from: Path | None = Field(None, description="checkpoint whose weights a new run starts from")
+    architecture: ArchitectureConfig
+    cache: CacheConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    sequences_per_step: int = Field(8, ge=1)
+    anchors_per_sequence: int = Field(64, ge=1)
+    bf16: bool = Field(True, description="matrix products in bfloat16 (weights and optimizer stay fp32)")
+    num_threads: int | None = Field(None, ge=1)
+    seed: int = 0
+    minutes: float | None = Field(None, gt=0, description="stop, resumable, after this wall time")
+    save_minutes: float = Field(5.0, gt=0)
+    log_steps: int = Field(20, ge=1)
+    validation_steps: int = Field(250, ge=1)
+    validation_sequences: int = Field(32, ge=1)
+    validation_every: int = Field(32, ge=2, description="one sequence in this many is held out")
+
+
+def load_training_config(path: Path, **overrides: Any) -> TrainingConfig:
+    """The YAML at `path`; raises `ConfigError` with one line per wrong key. Overrides are top-level keys."""
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return TrainingConfig.model_validate({**document, **overrides})
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+        raise ConfigError(f"{path} is not a training configuration: {error}") from error
+    except ValidationError as error:
+        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise ConfigError(f"{path} is not valid:\n" + "\n".join(lines)) from error

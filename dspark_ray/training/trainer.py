@@ -1,0 +1,258 @@
+"""Trains a DSpark drafter on one process; restartable at any moment.
+
+    python -m dspark_ray.training.trainer configs/training/smollm2-dspark-block7.yaml [--minutes 90]
+
+The run's folder holds `state.pt` (to continue), `metrics.jsonl` (what was logged) and `checkpoint/` (the
+averaged drafter, ready to serve). SIGTERM and Ctrl-C save and stop; the same command continues, with
+whatever lines the data files gained. A killed process loses at most `save_minutes` of work.
+"""
+
+import argparse
+import json
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dspark_ray.core.errors import ArtefactError, ConfigError
+from dspark_ray.models.drafters.checkpoint import save_checkpoint
+from dspark_ray.training.cache import TargetCache
+from dspark_ray.training.config import TrainingConfig, load_training_config
+from dspark_ray.training.forward import share_weights
+from dspark_ray.training.learner import Learner, learning_rate
+from dspark_ray.training.setup import build_network, choose_draft_vocabulary
+from dspark_ray.training.target import FrozenTarget, TransformersTarget
+from dspark_ray.training.validation import validate
+
+logger = logging.getLogger(__name__)
+
+
+class Run:
+    """A learner with its folder, its cache and its clock."""
+
+    def __init__(self, config: TrainingConfig, target: FrozenTarget, stop: Callable[[], bool]) -> None:
+        self.config = config
+        self.target = target
+        self._stop = stop
+        self._started = time.monotonic()
+        config.output.mkdir(parents=True, exist_ok=True)
+        self._state_path = config.output / "state.pt"
+        self.cache = TargetCache(config.cache.folder, cache_spec(config, target))
+        self.refresh()
+        self.learner = self._build_learner()
+
+    def _build_learner(self) -> Learner:
+        torch.manual_seed(self.config.seed)
+        architecture = self.config.architecture
+        state = _load_state(self._state_path)
+        if state is None:
+            draft_to_target = choose_draft_vocabulary(self.cache, self.target, architecture)
+        else:
+            draft_to_target = state["draft_to_target"]
+        network = build_network(architecture, self.target, draft_to_target, self.config.start_from)
+        shared = share_weights(
+            self.target.embedding, self.target.head_weight, draft_to_target, bf16=self.config.bf16
+        )
+        learner = Learner(self.config, network, shared)
+        if state is not None:
+            learner.load_state(state)
+            logger.info("continuing %s at step %d", self.config.output, learner.step)
+        return learner
+
+    def should_stop(self) -> bool:
+        """Asked to stop, or out of time."""
+        minutes = self.config.minutes
+        return self._stop() or (minutes is not None and time.monotonic() - self._started > 60.0 * minutes)
+
+    def refresh(self) -> None:
+        """Take in what the data files gained, and choose training and held-out sequences."""
+        config = self.config.cache
+        began, before = time.monotonic(), self.cache.num_response_tokens
+        self.cache.extend(
+            data_files(self.config.data),
+            self.target,
+            layer_ids=self.config.architecture.target_layer_ids,
+            top_k=config.top_k,
+            max_length=config.max_length,
+            max_bytes=int(config.max_gb * 1e9),
+            stop=self.should_stop,
+        )
+        total, seconds = self.cache.num_response_tokens, time.monotonic() - began
+        logger.info(
+            "cache: %d sequences, %d response tokens, %.2f GB; %d tokens came in %.0f s",
+            *(len(self.cache), total, self.cache.num_bytes / 1e9, total - before, seconds),
+        )
+        every = self.config.validation_every
+        if len(self.cache) < every:
+            raise ConfigError(f"the data hold {len(self.cache)} usable samples; at least {every} are needed")
+        held_out = range(0, len(self.cache), every)[: self.config.validation_sequences]
+        self._held_out = [self.cache.sequence(number) for number in held_out]
+        self._training = [number for number in range(len(self.cache)) if number % every]
+        self._lengths = torch.tensor([self.cache.length(number) for number in self._training])
+
+    def loop(self) -> None:
+        """Train until the last step, the end of the time or a request to stop; then validate and save."""
+        learner, config = self.learner, self.config
+        saved, refreshed, rate = Timer(config.save_minutes), Timer(config.cache.refresh_minutes), Rate()
+        while learner.step < config.optimizer.total_steps and not self.should_stop():
+            loss = learner.train_step(learner.sample_batch(self.cache, self._training, self._lengths))
+            if learner.step % config.log_steps == 0:
+                self.log(
+                    blocks=learner.blocks,
+                    blocks_per_s=rate.update(learner.blocks),
+                    loss=loss.total.item(),
+                    cross_entropy=loss.cross_entropy,
+                    total_variation=loss.total_variation,
+                    confidence=loss.confidence,
+                    learning_rate=learning_rate(learner.step, config.optimizer),
+                )
+            if learner.step % config.validation_steps == 0:
+                self.validate()
+            if saved.due():
+                self.save()
+            if refreshed.due():
+                self.refresh()
+        self.validate()
+        self.save()
+
+    def validate(self) -> None:
+        """Log the averaged drafter's accepted length on the held-out sequences."""
+        report = validate(self.learner.averaged, self._held_out, self.learner.shared, bf16=self.config.bf16)
+        self.log(
+            tau_greedy=report.tau_greedy,
+            tau_sampling=report.tau_sampling,
+            acceptance_greedy=report.acceptance_greedy,
+            acceptance_sampling=report.acceptance_sampling,
+            confidence_error=report.confidence_error,
+        )
+
+    def save(self) -> None:
+        """The state, replaced atomically, and the averaged drafter as a checkpoint."""
+        partial = self._state_path.with_suffix(".partial")
+        torch.save(self.learner.state(), partial)
+        partial.replace(self._state_path)
+        config = self.learner.network.config
+        draft_to_target = self.learner.shared.draft_to_target if config.draft_vocab_size else None
+        save_checkpoint(
+            self.config.output / "checkpoint", config, self.learner.averaged.state_dict(), draft_to_target
+        )
+
+    def log(self, **values: Any) -> None:
+        """One line to the log and one JSON line to the run's metrics."""
+        minutes = (time.monotonic() - self._started) / 60.0
+        rounded = {name: _rounded(value) for name, value in (values | {"minutes": minutes}).items()}
+        logger.info("step %d: %s", self.learner.step, " ".join(f"{name}={v}" for name, v in rounded.items()))
+        with (self.config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": self.learner.step} | rounded) + "\n")
+
+
+class Timer:
+    """`due()` is true once per `minutes`."""
+
+    def __init__(self, minutes: float) -> None:
+        self._seconds = 60.0 * minutes
+        self._last = time.monotonic()
+
+    def due(self) -> bool:
+        if time.monotonic() - self._last < self._seconds:
+            return False
+        self._last = time.monotonic()
+        return True
+
+
+class Rate:
+    """Growth of a counter per second since the last call, everything in between included."""
+
+    def __init__(self) -> None:
+        self._count, self._time = 0, time.monotonic()
+
+    def update(self, count: int) -> float:
+        now = time.monotonic()
+        rate = (count - self._count) / (now - self._time)
+        self._count, self._time = count, now
+        return rate
+
+
+def cache_spec(config: TrainingConfig, target: FrozenTarget) -> dict[str, object]:
+    """What decides a cache's content: the target's weights, the taps, the number of probabilities."""
+    return {
+        "target": target.digest,
+        "target_layer_ids": list(config.architecture.target_layer_ids),
+        "top_k": config.cache.top_k,
+    }
+
+
+def data_files(patterns: tuple[Path, ...]) -> list[Path]:
+    """Existing files behind the configured paths, whose last part may hold wildcards."""
+    return [path for pattern in patterns for path in sorted(pattern.parent.glob(pattern.name))]
+
+
+def _load_state(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+    except Exception as error:  # torch.load raises what its parsers raise: zip, pickle, runtime errors
+        raise ArtefactError(f"{path} is damaged ({error}); remove it to start over") from error
+    return state
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def train(config: TrainingConfig) -> None:
+    """Run or continue the training that `config` describes.
+
+    Raises `ConfigError` (too little data, an architecture that does not fit), `ArtefactError` (a cache or
+    state made for something else) and `NonFiniteLossError`.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    with _StopSignal() as stop:
+        Run(config, TransformersTarget(config.target), stop.requested).loop()
+
+
+class _StopSignal:
+    """Turns SIGTERM and SIGINT into a request to stop after the current step."""
+
+    def __enter__(self) -> "_StopSignal":
+        self._requested = False
+        self._before = {
+            number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _request(self, *_: object) -> None:
+        logger.info("stopping after this step")
+        self._requested = True
+
+    def requested(self) -> bool:
+        return self._requested
+
+
+def main() -> None:
+    """Command line of `python -m dspark_ray.training.trainer`."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--minutes", type=float, help="save and stop after this wall time")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    overrides = {"minutes": arguments.minutes} if arguments.minutes else {}
+    train(load_training_config(arguments.config, **overrides))
+
+
+if __name__ == "__main__":
+    main()

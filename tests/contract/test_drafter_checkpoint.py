@@ -1,0 +1,159 @@
+"""Drafter checkpoints: round trips, DeepSpec's own layout, aliases, and every way to fail closed."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dspark_ray.core.errors import CheckpointError
+from dspark_ray.models.drafters.checkpoint import load_checkpoint, save_checkpoint
+from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
+
+CONFIG = DSparkConfig(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=60,
+    num_target_layers=5,
+    target_layer_ids=(0, 2),
+    mask_token_id=59,
+    draft_vocab_size=20,
+    markov_rank=6,
+    qk_norm=False,
+    rope_theta=1e5,
+)
+DRAFT_TO_TARGET = torch.arange(0, 60, 3)
+
+
+def save(path: Path, config: DSparkConfig = CONFIG) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    state = DSparkNetwork(config).state_dict()
+    save_checkpoint(path, config, state, DRAFT_TO_TARGET if config.draft_vocab_size else None)
+    return state
+
+
+def edit(path: Path, tensors: Callable[[dict[str, Tensor]], Any] | None = None, **keys: Any) -> None:
+    """Change the stored tensors in place, and keys of config.json (None removes one)."""
+    if tensors is not None:
+        stored = load_file(path / "model.safetensors")
+        tensors(stored)
+        save_file(stored, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    raw = {key: value for key, value in (raw | keys).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("draft_vocab_size", [20, None])
+def test_round_trip(tmp_path: Path, qk_norm: bool, draft_vocab_size: int | None) -> None:
+    config = dataclasses.replace(CONFIG, qk_norm=qk_norm, draft_vocab_size=draft_vocab_size)
+    state = save(tmp_path, config)
+    loaded_config, tensors = load_checkpoint(tmp_path)
+    assert loaded_config == config
+    d2t = tensors.pop("d2t", None)
+    assert tensors.keys() == state.keys()
+    assert all(torch.equal(tensors[name], state[name].bfloat16()) for name in state)
+    if draft_vocab_size is not None:
+        assert d2t is not None
+        assert torch.equal(torch.arange(20) + d2t, DRAFT_TO_TARGET)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["architectures"] == ["Qwen3DSparkModel" if qk_norm else "LlamaDSparkModel"]
+
+
+def test_deepspec_checkpoint_with_stored_copies(tmp_path: Path) -> None:
+    """Full vocabulary, no d2t, the target's embedding and LM head beside the drafter's own tensors."""
+    config = dataclasses.replace(CONFIG, qk_norm=True, draft_vocab_size=None)
+    save(tmp_path, config)
+    copies = {"embed_tokens.weight": torch.zeros(60, 32), "lm_head.weight": torch.zeros(60, 32)}
+    edit(tmp_path, lambda t: t.update(copies), num_anchors=512, max_window_layers=5)
+    loaded, tensors = load_checkpoint(tmp_path)
+    assert loaded == config
+    assert not tensors.keys() & copies.keys()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"block_size": None, "dspark_block_size": 7},
+        {"mask_token_id": None, "dspark_noise_token_id": 59},
+        {"mask_token_id": None, "ptd_token_id": 59},
+        {"mask_token_id": None, "dflash_config": {"mask_token_id": 59}},
+        {"target_layer_ids": None, "dspark_target_layer_ids": [0, 2]},
+        {"target_layer_ids": None, "aux_hidden_state_layer_ids": [1, 3]},
+        {"target_layer_ids": None, "dflash_config": {"target_layer_ids": [0, 2]}},
+        {"markov_rank": None, "dspark_markov_rank": 6},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 1e5}},
+        {"draft_vocab_size": 20, "sample_from_anchor": True},
+    ],
+    ids=lambda keys: next(reversed(keys)),
+)
+def test_aliases(tmp_path: Path, keys: dict[str, Any]) -> None:
+    save(tmp_path)
+    edit(tmp_path, **keys)
+    assert load_checkpoint(tmp_path)[0] == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope_theta": None}, "rope_theta"),
+        ({"num_target_layers": None}, "num_target_layers"),
+        ({"block_size": "7"}, "block_size must be an integer"),
+        ({"mask_token_id": 60}, "mask_token_id 60"),
+        ({"target_layer_ids": [2, 0]}, "must increase"),
+        ({"target_layer_ids": [0, 4]}, "must lie in"),
+        ({"target_layer_ids": [0, 1, 2]}, "fc.weight"),
+        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
+        ({"sample_from_anchor": False}, "sample_from_anchor"),
+        ({"markov_rank": 0}, "confidence_head_with_markov"),
+        ({"draft_vocab_size": None}, "markov_w2"),
+        ({"num_hidden_layers": 3}, r"layers\.2\."),
+        ({"num_hidden_layers": 1}, r"no place in the model: layers\.1\."),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"enable_confidence_head": False}, "confidence_head.proj"),
+    ],
+)
+def test_wrong_config_is_named(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    save(tmp_path)
+    edit(tmp_path, **keys)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("confidence_head.proj.weight"), "confidence_head.proj.weight"),
+        (lambda t: t.pop("hidden_norm.weight"), "hidden_norm.weight"),
+        (lambda t: t.pop("d2t"), "d2t"),
+        (lambda t: t.update({"extra.bias": torch.zeros(1)}), "extra.bias"),
+        (lambda t: t.update({"norm.weight": torch.zeros(31)}), "norm.weight"),
+        (lambda t: t.update({"d2t": torch.full((20,), 50)}), "d2t"),
+        (lambda t: t.update({"d2t": -torch.arange(20)}), "d2t"),  # every id the same
+        (lambda t: t.update({"embed_tokens.weight": torch.zeros(59, 32)}), "embed_tokens.weight"),
+    ],
+)
+def test_wrong_tensor_is_named(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    save(tmp_path)
+    edit(tmp_path, change)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+def test_unreadable_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_checkpoint(tmp_path)

@@ -1,0 +1,185 @@
+"""Whole runs on a tiny target: learning, resuming to the same curve, warm starts, clean stops."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dspark_ray.core.errors import ArtefactError, ConfigError
+from dspark_ray.models.drafters.checkpoint import D2T_TENSOR, load_checkpoint
+from dspark_ray.training.config import OptimizerConfig, TrainingConfig, load_training_config
+from dspark_ray.training.learner import Learner, NonFiniteLossError, learning_rate
+from dspark_ray.training.target import TransformersTarget
+from dspark_ray.training.trainer import Run, _StopSignal, train
+from tests.unit.training.conftest import write_samples
+
+
+def changed(config: TrainingConfig, **updates: Any) -> TrainingConfig:
+    """`config` with other values; a dict updates its section."""
+    raw = config.model_dump()
+    for name, value in updates.items():
+        raw[name] = raw[name] | value if isinstance(value, dict) else value
+    return TrainingConfig.model_validate(raw)
+
+
+def losses(config: TrainingConfig) -> dict[int, float]:
+    lines = (config.output / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["loss"] for line in map(json.loads, lines) if "loss" in line}
+
+
+def test_run_leaves_a_checkpoint_and_a_curve(tiny_run: TrainingConfig) -> None:
+    train(tiny_run)
+    config, tensors = load_checkpoint(tiny_run.output / "checkpoint")
+    assert config.target_layer_ids == (0, 1)
+    ids = tensors[D2T_TENSOR] + torch.arange(64)
+    assert 2 in ids  # the end of text is always in the draft vocabulary
+    assert 0 not in ids  # the mask never
+    assert sorted(losses(tiny_run)) == [1, 2, 3, 4, 5, 6]
+    validated = [
+        line for line in (tiny_run.output / "metrics.jsonl").read_text().splitlines() if "tau" in line
+    ]
+    report = json.loads(validated[-1])
+    assert 1.0 <= report["tau_sampling"] <= 4.0
+    assert 1.0 <= report["tau_greedy"] <= 4.0
+    assert len(report["acceptance_sampling"]) == 3
+
+
+def test_killed_run_resumes_to_the_same_curve(tiny_run: TrainingConfig, tmp_path: Path) -> None:
+    train(tiny_run)
+    interrupted = changed(tiny_run, output=tmp_path / "interrupted")
+    target = TransformersTarget(tiny_run.target)
+    run = Run(interrupted, target, stop=lambda: False)
+    for _ in range(3):
+        run.learner.train_step(run.learner.sample_batch(run.cache, run._training, run._lengths))
+    run.save()
+    run.learner.train_step(run.learner.sample_batch(run.cache, run._training, run._lengths))  # lost
+    train(interrupted)
+    assert losses(interrupted) == {step: loss for step, loss in losses(tiny_run).items() if step > 3}
+    straight = torch.load(tiny_run.output / "state.pt")["network"]
+    resumed = torch.load(interrupted.output / "state.pt")["network"]
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+
+
+def test_learns_what_it_sees(tiny_run: TrainingConfig) -> None:
+    run = Run(tiny_run, TransformersTarget(tiny_run.target), stop=lambda: False)
+    learner = run.learner
+    batch = learner.sample_batch(run.cache, run._training, run._lengths)
+    first = learner.train_step(batch).total.item()
+    for _ in range(40):
+        last = learner.train_step(batch).total.item()
+    assert last < 0.9 * first
+
+
+def test_stop_request_saves(tiny_run: TrainingConfig) -> None:
+    requested = False
+    run = Run(tiny_run, TransformersTarget(tiny_run.target), stop=lambda: requested)
+    run.learner.train_step(run.learner.sample_batch(run.cache, run._training, run._lengths))
+    requested = True
+    run.loop()
+    assert torch.load(tiny_run.output / "state.pt")["step"] == 1
+
+
+def test_sigterm_is_a_stop_request() -> None:
+    with _StopSignal() as stop:
+        assert not stop.requested()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.requested()
+
+
+def test_growing_data_is_taken_in(tiny_run: TrainingConfig, tmp_path: Path) -> None:
+    run = Run(tiny_run, TransformersTarget(tiny_run.target), stop=lambda: False)
+    held_out = len(run._held_out)
+    write_samples(tmp_path / "more.jsonl", 20, seed=5)
+    run.refresh()
+    assert len(run.cache) == 60
+    assert len(run._held_out) == held_out + 2
+    assert not {0, 10, 20, 30, 40, 50} & set(run._training)
+
+
+def test_nan_stops_before_the_weights_change(tiny_run: TrainingConfig) -> None:
+    run = Run(tiny_run, TransformersTarget(tiny_run.target), stop=lambda: False)
+    learner = run.learner
+    before = learner.network.norm.weight.clone()
+    with torch.no_grad():
+        learner.network.fc.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteLossError, match="step 0"):
+        learner.train_step(learner.sample_batch(run.cache, run._training, run._lengths))
+    assert torch.equal(learner.network.norm.weight, before)
+
+
+def test_first_layer_starts_with_the_targets_context_keys(tiny_run: TrainingConfig) -> None:
+    target = TransformersTarget(tiny_run.target, dtype=torch.float32)
+    learner: Learner = Run(tiny_run, target, stop=lambda: False).learner
+    tokens = torch.arange(3, 20)
+    taps, _ = target.hidden_states(tokens, (0, 1))
+    network = learner.network
+    with torch.no_grad():
+        # Random parts of fc aside, it passes the last tap: the input of target layer 2.
+        network.fc.weight[:, : network.config.hidden_size] = 0.0
+        (keys, _) = network.context_kv(network.context(taps)[None], torch.arange(len(tokens))[None])[0]
+        cache = target._model(tokens[None], use_cache=True).past_key_values
+    torch.testing.assert_close(keys[0], cache.layers[2].keys[0], atol=1e-4, rtol=1e-4)
+
+
+def test_warm_start_with_another_vocabulary(tiny_run: TrainingConfig, tmp_path: Path) -> None:
+    train(tiny_run)
+    bigger = changed(
+        tiny_run,
+        output=tmp_path / "second",
+        start_from=tiny_run.output / "checkpoint",
+        architecture={"draft_vocab_size": 100},
+    )
+    run = Run(bigger, TransformersTarget(tiny_run.target), stop=lambda: False)
+    _, old = load_checkpoint(tiny_run.output / "checkpoint")
+    old_ids = old[D2T_TENSOR] + torch.arange(64)
+    new_ids = run.learner.shared.draft_to_target
+    head = run.learner.network.markov_head
+    assert head is not None
+    for target_id in (2, int(old_ids[10])):
+        old_row = old["markov_head.markov_w2.weight"][int((old_ids == target_id).nonzero())]
+        new_row = head.markov_w2.weight[int((new_ids == target_id).nonzero())]
+        torch.testing.assert_close(new_row, old_row.float())
+    assert torch.equal(run.learner.network.fc.weight, old["fc.weight"].float())
+
+
+def test_damaged_state_is_named(tiny_run: TrainingConfig) -> None:
+    train(changed(tiny_run, optimizer={"total_steps": 1, "warmup_steps": 0}))
+    (tiny_run.output / "state.pt").write_bytes(b"nothing")
+    with pytest.raises(ArtefactError, match=r"state\.pt is damaged"):
+        train(tiny_run)
+
+
+def test_too_little_data(tiny_run: TrainingConfig) -> None:
+    with pytest.raises(ConfigError, match="40 usable samples"):
+        train(changed(tiny_run, validation_every=41))
+
+
+def test_last_layer_cannot_be_tapped(tiny_run: TrainingConfig) -> None:
+    with pytest.raises(ConfigError, match="must be below 2"):
+        train(changed(tiny_run, architecture={"target_layer_ids": (0, 2)}))
+
+
+def test_learning_rate() -> None:
+    config = OptimizerConfig(learning_rate=1.0, final_fraction=0.1, warmup_steps=4, total_steps=104)
+    assert [learning_rate(step, config) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert learning_rate(54, config) == pytest.approx(0.55)
+    assert learning_rate(104, config) == pytest.approx(0.1)
+
+
+def test_shipped_configs_load() -> None:
+    paths = sorted(Path("configs/training").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        load_training_config(path)
+
+
+def test_wrong_keys_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("target: x\nspeed: 3\n")
+    with pytest.raises(ConfigError, match="speed"):
+        load_training_config(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_training_config(tmp_path / "absent.yaml")
