@@ -31,9 +31,10 @@ from dspark_ray.engine.batch import VerifyBatch, Work, pack
 from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.budget import BudgetPlanner, Load
 from dspark_ray.engine.coupling import Coupling
+from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.recent import RecentSteps, StepRecord
 from dspark_ray.engine.sequence import Draft, Sequence
-from dspark_ray.models.drafters.base import ContextRows, Drafter, DraftRequest, Outcome
+from dspark_ray.models.drafters.base import ContextRows, DraftBlock, Drafter, DraftRequest, Outcome
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
@@ -80,6 +81,7 @@ class Engine:
         )
         self.budget = BudgetPlanner(config.speculation, table, config.engine.max_step_rows)
         self.counters = SpeculationCounters(config.speculation.num_draft_tokens)
+        self.draft_log: DraftLog | None = None  # set by those who calibrate
         self._coupling = Coupling(self.budget, clock)
         self._recent = RecentSteps(clock)
         self._clock = clock
@@ -194,6 +196,8 @@ class Engine:
             if item.decoding:
                 outcome = Outcome(len(item.draft_tokens), min(accepted, len(emitted)))
                 outcomes.append(outcome)
+                if self.draft_log is not None and sequence.draft is not None:
+                    self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
                 self._count_decode(sequence, outcome, len(emitted))
             self._register_prefix(sequence)
             if emitted:
@@ -279,15 +283,14 @@ class Engine:
         scores = survival(block.confidences).astype(np.float32)
         self.budget.note_draft(scores)
         for row, sequence in enumerate(chosen):
-            self._keep_draft(sequence, block.token_ids[row], scores[row], block.draft_probs[row])
+            self._keep_draft(sequence, block, row, scores[row])
         return len(chosen)
 
-    def _keep_draft(
-        self, sequence: Sequence, tokens: list[int], scores: FloatArray, probs: Tensor | None
-    ) -> None:
+    def _keep_draft(self, sequence: Sequence, block: DraftBlock, row: int, scores: FloatArray) -> None:
         sequence.remember(scores)
-        if tokens:
-            sequence.draft = Draft(tokens, scores, probs)
+        if tokens := block.token_ids[row]:
+            logits = None if block.confidence_logits is None else block.confidence_logits[row]
+            sequence.draft = Draft(tokens, scores, block.draft_probs[row], logits)
             sequence.num_drafted += len(tokens)
             self.counters.drafts += 1
             self.counters.drafted_tokens += len(tokens)

@@ -15,6 +15,7 @@ class Draft:
     token_ids: list[int]  # ≤ γ
     survival: FloatArray  # [γ] calibrated, non-increasing, 0 past the end of the draft
     draft_probs: Tensor | None  # [len, Vd] the distribution each token was drawn from; None: one-hot
+    confidence_logits: FloatArray | None = None  # [γ] as the head gave them
 
 
 @dataclass(slots=True, eq=False)
