@@ -107,10 +107,10 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = qkv.shape[0]
         dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
-        if not _carries(qkv, dim, q_norm, k_norm):
-            return torch_ops.qkv_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
         q = qkv.new_empty((rows, num_heads, dim))
-        k, v = qkv.new_empty((2, rows, num_kv_heads, dim)).unbind(0)
+        k, v = qkv.new_empty((rows, num_kv_heads, dim)), qkv.new_empty((rows, num_kv_heads, dim))
+        if not (_carries(qkv, dim, k, v) and _norms_carried(qkv, q_norm, k_norm)):
+            return torch_ops.qkv_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
         self._rotate(qkv, cos, sin, q, num_heads, num_kv_heads, q_norm, k_norm, eps, k, v, None)
         return q, k, v
 
@@ -129,7 +129,7 @@ class CpuOps:
         slots: Tensor,
     ) -> Tensor:
         dim = k_cache.shape[2]
-        if not _carries(qkv, dim, q_norm, k_norm, k_cache, v_cache):
+        if not (_carries(qkv, dim, k_cache, v_cache) and _norms_carried(qkv, q_norm, k_norm)):
             return torch_ops.qkv_rope_store(
                 qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots
             )
@@ -149,7 +149,7 @@ class CpuOps:
         v_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        if not _carries(kv, k_cache.shape[2], k_norm, k_cache, v_cache):
+        if not (_carries(kv, k_cache.shape[2], k_cache, v_cache) and _norms_carried(kv, k_norm)):
             torch_ops.k_rope_store(kv, cos, sin, num_kv_heads, k_norm, eps, k_cache, v_cache, slots)
             return
         self._rotate(kv, cos, sin, None, 0, num_kv_heads, None, k_norm, eps, k_cache, v_cache, slots)
@@ -170,8 +170,9 @@ class CpuOps:
         slots: Tensor | None,
     ) -> None:
         """`slots` None: k and v hold one row per input row."""
+        assert cos.dtype == sin.dtype == torch.float32
         assert slots is None or slots.dtype == torch.int64
-        qkv, cos, sin = qkv.contiguous(), cos.float().contiguous(), sin.float().contiguous()
+        qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         self._rope(
             TYPES[qkv.dtype],
             qkv.data_ptr(),
@@ -210,7 +211,7 @@ class CpuOps:
         batch: "PagedBatch",
         scale: float,
     ) -> Tensor:
-        if not _carries(q, q.shape[2], k_block, v_block, k_cache, v_cache):
+        if not _carries(q, q.shape[2], k_cache, v_cache) or not q.dtype == k_block.dtype == v_block.dtype:
             return torch_ops.block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale)
         return self._attend(q, k_block.contiguous(), v_block.contiguous(), k_cache, v_cache, batch, scale)
 
@@ -224,6 +225,7 @@ class CpuOps:
         batch: "PagedBatch",
         scale: float,
     ) -> Tensor:
+        assert scale > 0
         q = q.contiguous()
         out = torch.empty_like(q)
         tables = batch.block_tables
@@ -252,15 +254,15 @@ class CpuOps:
         return out
 
 
-def _carries(x: Tensor, dim: int, *others: Tensor | None) -> bool:
+def _carries(x: Tensor, dim: int, k: Tensor, v: Tensor) -> bool:
     """Whether the compiled code takes these: one type, whole vectors per head, a row's heads side by side."""
-    if dim % HEAD_DIM_MULTIPLE or dim > MAX_HEAD_DIM:
-        return False
-    for other in others:
-        if other is None:
-            continue
-        if other.dtype != x.dtype or other.stride(-1) != 1:
-            return False
-        if other.dim() == 3 and other.stride(1) != dim:
-            return False
-    return True
+    return (
+        dim % HEAD_DIM_MULTIPLE == 0
+        and dim <= MAX_HEAD_DIM
+        and x.dtype == k.dtype == v.dtype
+        and k.stride()[1:] == v.stride()[1:] == (dim, 1)
+    )
+
+
+def _norms_carried(x: Tensor, *weights: Tensor | None) -> bool:
+    return all(w is None or (w.dtype == x.dtype and w.is_contiguous()) for w in weights)

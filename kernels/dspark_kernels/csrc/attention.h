@@ -1,5 +1,6 @@
-// Paged attention for the CPU. One task is some rows of one request with the query heads of one key/value head; it walks
-// that head's keys once, TILE at a time, with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022).
+// Paged attention for the CPU. A task is some rows of one request; it walks the request's keys once, TILE at a time, all
+// heads of a tile before the next, with an online softmax (Milakov & Gimelshein 2018; Dao et al. 2022). While one tile is
+// computed the next one is fetched: cache blocks lie anywhere in memory, and waiting for them is most of the time.
 //
 // Keys are cut into segments of SEGMENT at fixed places. A segment's (max, sum, output) never depends on other segments,
 // and they are merged in order, so a row's result is the same bits whoever computes its segments: threads may share one
@@ -7,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <type_traits>
@@ -22,8 +24,9 @@ constexpr int TILE = 64;            // keys whose scores are held at once
 constexpr int SEGMENT = 2 * TILE;   // keys between merges
 constexpr int ROWS = 6;             // rows in registers at once
 constexpr int NV = W == 16 ? 4 : 2; // vectors per row in registers at once
-constexpr int TASK_ROWS = 48;       // (query row, head) pairs of a task, roughly
-constexpr float MASKED = -1e30f;    // a score that exp() turns into 0, without the NaNs of infinities
+constexpr int TASK_ROWS = 48;       // rows of a task times the query heads of one key/value head, roughly
+constexpr int MAX_DIM = 1024;        // largest head size
+constexpr float MASKED = -1e30f;    // below any score, without the NaNs of infinities
 constexpr int64_t SERIAL_WORK = 1 << 16;  // multiply-adds below which a parallel region costs more than it saves
 
 struct Args {
@@ -36,10 +39,15 @@ struct Args {
 };
 
 struct Task {
-  int64_t request, kv_head, first_row, num_rows;  // rows of the flat batch
-  int64_t num_keys;                               // keys that any of its rows sees
-  int64_t first_limit;                            // keys that its first row sees; causal: one more for each next row
-  int64_t partial;                                // index of its first segment's partial result
+  int64_t request, first_row, num_rows;  // rows of the flat batch
+  int64_t num_keys;                      // keys that any of its rows sees
+  int64_t first_limit;                   // keys that its first row sees; causal: one more for each next row
+  int64_t first_unit;                    // where its units are in the list of units
+};
+
+// What one thread does in one go: a whole task, or one segment of one.
+struct Unit {
+  int64_t task, first_segment, end_segment;
 };
 
 // bf16 products of pairs, accumulated in fp32, where the CPU has the instruction: keys are then packed as pairs of
@@ -56,25 +64,59 @@ constexpr bool PAIRS = false;
 static inline vf dot_pairs(vf acc, uint32_t, vu) { return acc; }
 #endif
 
-// Scratch of one thread. All sizes in 32-bit words; grown, never shrunk.
-struct Scratch {
-  float *q, *k, *v, *out, *segment_out, *max, *sum, *segment_max, *segment_sum;
+// Unnormalised output, running max and sum of a task's (head, row) pairs, key/value head by key/value head.
+struct Partial {
+  float *out, *max, *sum;  // [rows, dim], [rows], [rows]
 
-  explicit Scratch(int64_t rows, int64_t dim) {
-    int64_t wanted = rows * dim * 3 + 2 * TILE * dim + 4 * rows + 64;
-    static thread_local std::vector<float> memory;
-    if (int64_t(memory.size()) < wanted) memory.resize(wanted);
-    uintptr_t aligned = (reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63);
-    k = reinterpret_cast<float*>(aligned);
-    v = k + TILE * dim;
-    q = v + TILE * dim;
-    out = q + rows * dim;
-    segment_out = out + rows * dim;
-    max = segment_out + rows * dim;
-    sum = max + rows;
-    segment_max = sum + rows;
-    segment_sum = segment_max + rows;
+  static int64_t words(int64_t rows, int64_t dim) { return (rows * (dim + 2) + 15) / 16 * 16; }
+  Partial(float* memory, int64_t rows, int64_t dim) : out(memory), max(out + rows * dim), sum(max + rows) {}
+  Partial(const Partial& all, int64_t first_row, int64_t dim)
+      : out(all.out + first_row * dim), max(all.max + first_row), sum(all.sum + first_row) {}
+};
+
+// Memory that is kept from call to call, aligned to a cache line; grown, never shrunk.
+struct Buffer {
+  std::vector<float> memory;
+
+  float* reserve(int64_t words) {
+    if (int64_t(memory.size()) < words + 16) memory.resize(words + 16);
+    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
   }
+};
+
+// Where the keys and values of one tile are, all heads of a row side by side.
+template <class T>
+struct TileRows {
+  const T *keys[TILE], *values[TILE];
+  int count = 0;
+};
+
+// Fetches a tile into the second-level cache, a few lines at a time between the products of the tile before it: all at
+// once they would fill the queue of outstanding misses and stop the products too.
+class Fetcher {
+ public:
+  Fetcher() = default;
+  template <class T>
+  Fetcher(const TileRows<T>& rows, int64_t row_bytes, int64_t steps)
+      : keys(reinterpret_cast<const char* const*>(rows.keys)),
+        values(reinterpret_cast<const char* const*>(rows.values)),
+        row_bytes(row_bytes),
+        left(rows.count),
+        per_step(int((rows.count * ((row_bytes + 63) / 64) + steps - 1) / steps)) {}
+
+  inline void step() {
+    for (int i = 0; i < per_step && left; i++) {
+      __builtin_prefetch(*keys + byte, 0, 2);
+      __builtin_prefetch(*values + byte, 0, 2);
+      byte += 64;
+      if (byte >= row_bytes) byte = 0, keys++, values++, left--;
+    }
+  }
+
+ private:
+  const char *const *keys = nullptr, *const *values = nullptr;
+  int64_t row_bytes = 0, byte = 0;
+  int left = 0, per_step = 0;
 };
 
 #if defined(__AVX512F__)
@@ -152,16 +194,17 @@ void pack_values(float* to, const T* const* values, int64_t dim, int num_keys) {
 
 // Scores of R rows against the packed tile: scores[r][key] = q_r · k_key.
 template <class T, int R>
-void score_rows(float (*scores)[TILE], const float* q, const float* k, int64_t dim, int num_keys) {
+void score_rows(float (*scores)[TILE], const float* q, const float* k, int64_t dim, int num_keys, Fetcher* fetcher) {
   int64_t steps = PAIRS<T> ? dim / 2 : dim;
   for (int key = 0; key < num_keys; key += NV * W) {
     vf acc[R][NV] = {};
     for (int64_t d = 0; d < steps; d++) {
+      fetcher->step();
       const float* column = k + d * TILE + key;
       vf kv[NV];
       for (int i = 0; i < NV; i++) kv[i] = load(column + i * W);
       for (int r = 0; r < R; r++) {
-        float x = q[r * dim + d];
+        float x = q[r * steps + d];
         for (int i = 0; i < NV; i++) {
           if constexpr (PAIRS<T>) {
             uint32_t bits;
@@ -178,47 +221,53 @@ void score_rows(float (*scores)[TILE], const float* q, const float* k, int64_t d
   }
 }
 
-// One row's scores → weights exp(score·scale - max) in place (as bf16 pairs where PAIRS), with the running max and sum
-// moved on. Keys from `limit` on have weight 0. Returns what the sums so far must be multiplied by.
-template <class T>
-float weigh_row(float* scores, float scale, int limit, float* running_max, float* running_sum) {
+// Scores of R rows → weights 2^(score·scale - max) in place (as bf16 pairs where PAIRS), with each row's running max and
+// sum moved on; `scale` holds log2(e). Keys from limits[r] on have weight 0. keep[r] is what the row's sums so far must be
+// multiplied by. Step by step over all rows, so that one row's waits are filled with the others' work.
+template <class T, int R>
+void weigh_rows(float (*scores)[TILE], float scale, const int* limits, float* running_max, float* running_sum,
+                float* keep) {
   constexpr int N = TILE / W;
-  vf s[N];
   vi lane;
   for (int i = 0; i < W; i++) lane[i] = i;
-  vf top = splat(MASKED);
-  for (int i = 0; i < N; i++) {
-    s[i] = load(scores + i * W) * scale;
-    if (limit < TILE) s[i] = select(lane + i * W < limit, s[i], splat(MASKED));
-    top = vmax(top, s[i]);
+  float new_max[R];
+  for (int r = 0; r < R; r++) {
+    if (limits[r] < TILE)
+      for (int i = 0; i < N; i++)
+        store(scores[r] + i * W, select(lane + i * W < limits[r], load(scores[r] + i * W), splat(MASKED)));
+    vf top = load(scores[r]);
+    for (int i = 1; i < N; i++) top = vmax(top, load(scores[r] + i * W));
+    new_max[r] = std::max(running_max[r], max(top) * scale);
   }
-  float old_max = *running_max, new_max = std::max(old_max, max(top));
-  vf total = splat(0);
-  for (int i = 0; i < N; i++) {
-    s[i] = vexp(s[i] - new_max);
-    if (limit < TILE) s[i] = select(lane + i * W < limit, s[i], splat(0));
-    total += s[i];
+  for (int r = 0; r < R; r++) {
+    keep[r] = running_max[r] == new_max[r] ? 1.0f : vexp2(splat(running_max[r] - new_max[r]))[0];
+    running_max[r] = new_max[r];
   }
-  for (int i = 0; i < N; i++) {
-    if constexpr (PAIRS<T>)
-      store(reinterpret_cast<bf16*>(scores) + i * W, s[i]);
-    else
-      store(scores + i * W, s[i]);
+  for (int r = 0; r < R; r++) {
+    vf total = splat(0);
+    for (int i = 0; i < N; i++) {
+      vf weight = vexp2(load(scores[r] + i * W) * scale - new_max[r]);
+      if (limits[r] < TILE) weight = select(lane + i * W < limits[r], weight, splat(0));
+      total += weight;
+      if constexpr (PAIRS<T>)
+        store(reinterpret_cast<bf16*>(scores[r]) + i * W, weight);
+      else
+        store(scores[r] + i * W, weight);
+    }
+    running_sum[r] = running_sum[r] * keep[r] + sum(total);
   }
-  float keep = old_max == new_max ? 1.0f : vexp(splat(old_max - new_max))[0];
-  *running_max = new_max;
-  *running_sum = *running_sum * keep + sum(total);
-  return keep;
 }
 
 // out[r][d .. d + N·W] = out·keep[r] + weights[r] · values.
 template <class T, int R, int N>
-void add_values(float* out, const float (*weights)[TILE], const float* keep, const float* v, int64_t dim, int num_keys) {
+void add_values(float* out, const float (*weights)[TILE], const float* keep, const float* v, int64_t dim, int num_keys,
+                Fetcher* fetcher) {
   vf acc[R][N];
   for (int r = 0; r < R; r++)
     for (int i = 0; i < N; i++) acc[r][i] = load(out + r * dim + i * W) * keep[r];
   int steps = PAIRS<T> ? (num_keys + 1) / 2 : num_keys;
   for (int key = 0; key < steps; key++) {
+    fetcher->step();
     vf vv[N];
     for (int i = 0; i < N; i++) vv[i] = load(v + key * dim + i * W);
     for (int r = 0; r < R; r++) {
@@ -241,208 +290,262 @@ void add_values(float* out, const float (*weights)[TILE], const float* keep, con
 // R rows against one packed tile. limits[r]: keys of the tile that row r sees, at least 0.
 template <class T, int R>
 void attend_rows(const float* q, const float* k, const float* v, float* out, float* max, float* sum, const int* limits,
-                 int64_t dim, int num_keys, float scale) {
+                 int64_t dim, int num_keys, float scale, Fetcher* fetcher) {
   alignas(64) float scores[R][TILE];
   float keep[R];
-  score_rows<T, R>(scores, q, k, dim, num_keys);
-  for (int r = 0; r < R; r++) keep[r] = weigh_row<T>(scores[r], scale, limits[r], max + r, sum + r);
+  score_rows<T, R>(scores, q, k, dim, num_keys, fetcher);
+  weigh_rows<T, R>(scores, scale, limits, max, sum, keep);
   int64_t d = 0;
-  for (; d + NV * W <= dim; d += NV * W) add_values<T, R, NV>(out + d, scores, keep, v + d, dim, num_keys);
-  for (; d < dim; d += W) add_values<T, R, 1>(out + d, scores, keep, v + d, dim, num_keys);
+  for (; d + NV * W <= dim; d += NV * W) add_values<T, R, NV>(out + d, scores, keep, v + d, dim, num_keys, fetcher);
+  for (; d < dim; d += W) add_values<T, R, 1>(out + d, scores, keep, v + d, dim, num_keys, fetcher);
 }
 
 template <class T>
 using RowsFunction = void (*)(const float*, const float*, const float*, float*, float*, float*, const int*, int64_t,
-                              int, float);
+                              int, float, Fetcher*);
 template <class T>
 constexpr RowsFunction<T> ATTEND_ROWS[ROWS] = {attend_rows<T, 1>, attend_rows<T, 2>, attend_rows<T, 3>,
                                                attend_rows<T, 4>, attend_rows<T, 5>, attend_rows<T, 6>};
 
-// Where the keys and values first_key .. first_key + count of a task are: the cache through the block table, then the
-// request's own block. The rest of the tile points to zeros.
+// The rows of keys first_key .. first_key + count of a task: the cache through the block table, then its own block.
 template <class T>
-void locate(const Args& a, const Task& task, int64_t first_key, int count, const T** keys, const T** values) {
-  alignas(64) static const T zeros[1024] = {};
-  int64_t context = a.kv_len[task.request], head = task.kv_head * a.dim;
-  const T *k_cache = static_cast<const T*>(a.k_cache) + head, *v_cache = static_cast<const T*>(a.v_cache) + head;
+void locate(const Args& a, const Task& task, int64_t first_key, TileRows<T>* rows) {
+  int64_t context = a.kv_len[task.request], key = first_key;
+  rows->count = int(std::min<int64_t>(TILE, task.num_keys - first_key));
+  int64_t cached = std::min<int64_t>(rows->count, std::max<int64_t>(context - first_key, 0));
   const int32_t* table = a.block_tables + task.request * a.table_stride;
   int i = 0;
-  int64_t key = first_key;
-  int64_t cached = std::min<int64_t>(count, std::max<int64_t>(context - first_key, 0));
   while (i < cached) {
     int64_t offset = key % a.block_size, row = table[key / a.block_size] * a.block_size + offset;
     int64_t run = std::min<int64_t>(a.block_size - offset, cached - i);
     for (int64_t j = 0; j < run; j++, i++, key++, row++) {
-      keys[i] = k_cache + row * a.k_stride;
-      values[i] = v_cache + row * a.v_stride;
+      rows->keys[i] = static_cast<const T*>(a.k_cache) + row * a.k_stride;
+      rows->values[i] = static_cast<const T*>(a.v_cache) + row * a.v_stride;
     }
   }
-  for (; i < count; i++, key++) {
-    int64_t at = (a.query_start[task.request] + key - context) * a.kv_heads * a.dim + head;
-    keys[i] = static_cast<const T*>(a.k_block) + at;
-    values[i] = static_cast<const T*>(a.v_block) + at;
+  for (; i < rows->count; i++, key++) {
+    int64_t at = (a.query_start[task.request] + key - context) * a.kv_heads * a.dim;
+    rows->keys[i] = static_cast<const T*>(a.k_block) + at;
+    rows->values[i] = static_cast<const T*>(a.v_block) + at;
   }
-  for (; i < TILE; i++) keys[i] = values[i] = zeros;
 }
 
-// The task's query rows, one (row, head) pair after the other, in the form score_rows reads.
+// One thread's view of the work: its scratch, the tile at hand and the one to come.
 template <class T>
-void gather_queries(const Args& a, const Task& task, float* to) {
-  int64_t group = a.heads / a.kv_heads;
-  for (int64_t row = 0; row < task.num_rows; row++) {
-    const T* q = static_cast<const T*>(a.q) + ((task.first_row + row) * a.heads + task.kv_head * group) * a.dim;
-    for (int64_t h = 0; h < group; h++, q += a.dim, to += a.dim) {
-      if constexpr (PAIRS<T>)
-        memcpy(to, q, a.dim * sizeof(T));
+class Worker {
+ public:
+  Worker(const Args& args, const std::vector<Task>& tasks, int64_t max_rows)
+      : a(args), tasks(tasks), group(a.heads / a.kv_heads) {
+    static thread_local Buffer buffer;
+    int64_t partial = Partial::words(max_rows, a.dim);
+    k = buffer.reserve(2 * TILE * a.dim + max_rows * a.dim + 2 * partial);
+    v = k + TILE * a.dim;
+    q = v + TILE * a.dim;
+    first = q + max_rows * a.dim;
+    second = first + partial;
+  }
+
+  // All segments of a task, to the output. `next` is what this thread will do afterwards, or null.
+  void do_task(const Unit& unit, const Unit* next) {
+    const Task& task = tasks[unit.task];
+    int64_t rows = task.num_rows * a.heads;
+    Partial total(first, rows, a.dim), more(second, rows, a.dim);
+    gather_queries(task);
+    for (int64_t segment = unit.first_segment; segment < unit.end_segment; segment++) {
+      bool last = segment + 1 == unit.end_segment;
+      attend_segment(task, segment, segment == 0 ? total : more, last, next);
+      if (segment > 0) merge(total, more, rows);
+    }
+    write_rows(task, total);
+  }
+
+  // One segment of a task, kept for `finish_task`.
+  void do_segment(const Unit& unit, float* memory) {
+    const Task& task = tasks[unit.task];
+    gather_queries(task);
+    attend_segment(task, unit.first_segment, Partial(memory, task.num_rows * a.heads, a.dim), true, nullptr);
+  }
+
+  void finish_task(const Task& task, int64_t segments, float* memory, int64_t words) {
+    int64_t rows = task.num_rows * a.heads;
+    Partial total(memory, rows, a.dim);
+    for (int64_t segment = 1; segment < segments; segment++)
+      merge(total, Partial(memory + segment * words, rows, a.dim), rows);
+    write_rows(task, total);
+  }
+
+ private:
+  const Args& a;
+  const std::vector<Task>& tasks;
+  const int64_t group;  // query heads per key/value head
+  float *k, *v, *q, *first, *second;
+  TileRows<T> tile, ahead;
+  Fetcher fetcher;
+  bool tile_is_ahead = false;  // `ahead` is the next tile this thread needs
+
+  // The task's queries [kv_heads, rows · group, dim] in the form score_rows reads.
+  void gather_queries(const Task& task) {
+    float* to = q;
+    for (int64_t g = 0; g < a.kv_heads; g++)
+      for (int64_t row = 0; row < task.num_rows; row++) {
+        const T* from = static_cast<const T*>(a.q) + ((task.first_row + row) * a.heads + g * group) * a.dim;
+        if constexpr (PAIRS<T>)
+          memcpy(to, from, group * a.dim * sizeof(T));
+        else
+          for (int64_t d = 0; d < group * a.dim; d += W) store(to + d, load(from + d));
+        to += group * a.dim / (PAIRS<T> ? 2 : 1);
+      }
+  }
+
+  void attend_segment(const Task& task, int64_t segment, const Partial& result, bool last, const Unit* next) {
+    int64_t rows = task.num_rows * a.heads;
+    std::fill(result.out, result.out + rows * a.dim, 0.0f);
+    std::fill(result.max, result.max + rows, MASKED);
+    std::fill(result.sum, result.sum + rows, 0.0f);
+    int64_t end = std::min<int64_t>((segment + 1) * SEGMENT, task.num_keys);
+    for (int64_t first_key = segment * SEGMENT; first_key < end; first_key += TILE) {
+      if (tile_is_ahead)
+        std::swap(tile, ahead);
       else
-        for (int64_t d = 0; d < a.dim; d += W) store(to + d, load(q + d));
+        locate(a, task, first_key, &tile);
+      look_ahead(task, first_key + TILE, last && first_key + TILE >= end, next);
+      for (int64_t g = 0; g < a.kv_heads; g++) {
+        attend_tile(task, first_key, g, Partial(result, g * task.num_rows * group, a.dim));
+      }
     }
   }
-}
 
-// One segment of a task's keys: out [rows, dim] unnormalised, max and sum [rows].
-template <class T>
-void attend_segment(const Args& a, const Task& task, int64_t segment, const Scratch& s, float* out, float* max,
-                    float* sum) {
-  int64_t group = a.heads / a.kv_heads, rows = task.num_rows * group;
-  std::fill(out, out + rows * a.dim, 0.0f);
-  std::fill(max, max + rows, MASKED);
-  std::fill(sum, sum + rows, 0.0f);
-  int64_t end = std::min<int64_t>((segment + 1) * SEGMENT, task.num_keys);
-  for (int64_t first_key = segment * SEGMENT; first_key < end; first_key += TILE) {
-    int count = int(std::min<int64_t>(TILE, end - first_key));
+  // Find the tile after this one and start fetching it.
+  void look_ahead(const Task& task, int64_t next_key, bool unit_ends, const Unit* next) {
+    tile_is_ahead = true;
+    if (!unit_ends)
+      locate(a, task, next_key, &ahead);
+    else if (next)
+      locate(a, tasks[next->task], next->first_segment * SEGMENT, &ahead);
+    else
+      tile_is_ahead = false;
+    int64_t row_groups = (task.num_rows * group + ROWS - 1) / ROWS;
+    fetcher = tile_is_ahead ? Fetcher(ahead, a.kv_heads * a.dim * int64_t(sizeof(T)), a.kv_heads * row_groups * TILE)
+                            : Fetcher();
+  }
+
+  // One tile of one key/value head against all rows of the task.
+  void attend_tile(const Task& task, int64_t first_key, int64_t g, const Partial& result) {
+    alignas(64) static const T zeros[MAX_DIM] = {};
     const T *keys[TILE], *values[TILE];
-    locate(a, task, first_key, count, keys, values);
-    pack_keys(s.k, keys, a.dim, count);
-    pack_values(s.v, values, a.dim, count);
+    for (int i = 0; i < TILE; i++) {
+      keys[i] = i < tile.count ? tile.keys[i] + g * a.dim : zeros;
+      values[i] = i < tile.count ? tile.values[i] + g * a.dim : zeros;
+    }
+    pack_keys(k, keys, a.dim, tile.count);
+    pack_values(v, values, a.dim, tile.count);
+    int64_t rows = task.num_rows * group;
+    const int64_t q_words = a.dim / (PAIRS<T> ? 2 : 1);
+    const float* queries = q + g * rows * q_words;
     for (int64_t row = 0; row < rows; row += ROWS) {
       int n = int(std::min<int64_t>(ROWS, rows - row)), limits[ROWS];
       for (int r = 0; r < n; r++) {
         int64_t seen = a.k_block ? task.num_keys : task.first_limit + (row + r) / group;
-        limits[r] = int(std::clamp<int64_t>(seen - first_key, 0, count));
+        limits[r] = int(std::clamp<int64_t>(seen - first_key, 0, tile.count));
       }
       if (limits[n - 1] == 0) continue;  // limits grow with the row
-      ATTEND_ROWS<T>[n - 1](s.q + row * a.dim, s.k, s.v, out + row * a.dim, max + row, sum + row, limits, a.dim, count,
-                            a.scale);
+      ATTEND_ROWS<T>[n - 1](queries + row * q_words, k, v, result.out + row * a.dim, result.max + row,
+                            result.sum + row, limits, a.dim, tile.count, a.scale * LOG2_E, &fetcher);
     }
   }
-}
 
-// Fold a segment's result into the running one.
-static void merge(float* out, float* max, float* sum, const float* more_out, const float* more_max,
-                  const float* more_sum, int64_t rows, int64_t dim) {
-  for (int64_t r = 0; r < rows; r++) {
-    float top = std::max(max[r], more_max[r]);
-    float keep = max[r] == top ? 1.0f : vexp(splat(max[r] - top))[0];
-    float take = more_sum[r] == 0.0f ? 0.0f : more_max[r] == top ? 1.0f : vexp(splat(more_max[r] - top))[0];
-    for (int64_t d = r * dim; d < (r + 1) * dim; d += W) store(out + d, load(out + d) * keep + load(more_out + d) * take);
-    sum[r] = sum[r] * keep + more_sum[r] * take;
-    max[r] = top;
-  }
-}
-
-template <class T>
-void write_rows(const Args& a, const Task& task, const float* out, const float* sum) {
-  int64_t group = a.heads / a.kv_heads;
-  for (int64_t row = 0; row < task.num_rows; row++) {
-    T* to = static_cast<T*>(a.out) + ((task.first_row + row) * a.heads + task.kv_head * group) * a.dim;
-    for (int64_t h = 0; h < group; h++, out += a.dim, sum++, to += a.dim) {
-      float inverse = 1.0f / *sum;
-      for (int64_t d = 0; d < a.dim; d += W) store(to + d, load(out + d) * inverse);
+  // Fold a segment's result into the running one.
+  void merge(const Partial& total, const Partial& more, int64_t rows) {
+    for (int64_t r = 0; r < rows; r++) {
+      if (more.sum[r] == 0.0f) continue;  // a row that sees none of the segment
+      float top = std::max(total.max[r], more.max[r]);
+      float keep = total.max[r] == top ? 1.0f : vexp2(splat(total.max[r] - top))[0];
+      float take = more.max[r] == top ? 1.0f : vexp2(splat(more.max[r] - top))[0];
+      for (int64_t d = r * a.dim; d < (r + 1) * a.dim; d += W)
+        store(total.out + d, load(total.out + d) * keep + load(more.out + d) * take);
+      total.sum[r] = total.sum[r] * keep + more.sum[r] * take;
+      total.max[r] = top;
     }
   }
-}
+
+  void write_rows(const Task& task, const Partial& total) {
+    const float *from = total.out, *sum = total.sum;
+    for (int64_t g = 0; g < a.kv_heads; g++)
+      for (int64_t row = 0; row < task.num_rows; row++) {
+        T* to = static_cast<T*>(a.out) + ((task.first_row + row) * a.heads + g * group) * a.dim;
+        for (int64_t h = 0; h < group; h++, from += a.dim, to += a.dim) {
+          float inverse = 1.0f / *sum++;
+          for (int64_t d = 0; d < a.dim; d += W) store(to + d, load(from + d) * inverse);
+        }
+      }
+  }
+};
 
 static int64_t num_segments(const Task& task) { return (task.num_keys + SEGMENT - 1) / SEGMENT; }
 
-static std::vector<Task>& make_tasks(const Args& a) {
-  static thread_local std::vector<Task> tasks;
-  tasks.clear();
-  int64_t group = a.heads / a.kv_heads, step = std::max<int64_t>(1, TASK_ROWS / group), partial = 0;
+static void make_tasks(const Args& a, std::vector<Task>* tasks) {
+  tasks->clear();
+  int64_t step = std::max<int64_t>(1, TASK_ROWS / (a.heads / a.kv_heads));
   for (int64_t r = 0; r < a.requests; r++) {
     int64_t begin = a.query_start[r], end = a.query_start[r + 1], context = a.kv_len[r];
-    for (int64_t row = begin; row < end; row += step)
-      for (int64_t g = 0; g < a.kv_heads; g++) {
-        int64_t count = std::min(step, end - row);
-        int64_t first_limit = context - (end - row) + 1;
-        int64_t keys = a.k_block ? context + (end - begin) : first_limit + count - 1;
-        tasks.push_back({r, g, row, count, keys, first_limit, partial});
-        partial += num_segments(tasks.back());
-      }
-  }
-  return tasks;
-}
-
-// Whole tasks to threads; each walks its segments and merges as it goes.
-template <class T>
-void run_tasks(const Args& a, const std::vector<Task>& tasks, int64_t max_rows, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-  for (size_t i = 0; i < tasks.size(); i++) {
-    const Task& task = tasks[i];
-    int64_t rows = task.num_rows * (a.heads / a.kv_heads);
-    Scratch s(max_rows, a.dim);
-    gather_queries<T>(a, task, s.q);
-    attend_segment<T>(a, task, 0, s, s.out, s.max, s.sum);
-    for (int64_t segment = 1; segment < num_segments(task); segment++) {
-      attend_segment<T>(a, task, segment, s, s.segment_out, s.segment_max, s.segment_sum);
-      merge(s.out, s.max, s.sum, s.segment_out, s.segment_max, s.segment_sum, rows, a.dim);
+    for (int64_t row = begin; row < end; row += step) {
+      int64_t count = std::min(step, end - row), first_limit = context - (end - row) + 1;
+      int64_t keys = a.k_block ? context + (end - begin) : first_limit + count - 1;
+      tasks->push_back({r, row, count, keys, first_limit, 0});
     }
-    write_rows<T>(a, task, s.out, s.sum);
   }
 }
 
-// Fewer tasks than threads can share fairly: segments to threads, partial results merged afterwards.
-template <class T>
-void run_segments(const Args& a, const std::vector<Task>& tasks, int64_t max_rows, int threads) {
-  int64_t total = tasks.back().partial + num_segments(tasks.back()), size = max_rows * (a.dim + 2);
-  static thread_local std::vector<float> memory;
-  static thread_local std::vector<int32_t> owner;
-  if (int64_t(memory.size()) < total * size) memory.resize(total * size);
-  owner.resize(total);
-  for (size_t i = 0; i < tasks.size(); i++)
-    std::fill_n(owner.begin() + tasks[i].partial, num_segments(tasks[i]), int32_t(i));
-  float* partials = memory.data();
-  const int32_t* owners = owner.data();
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < total; i++) {
-      const Task& task = tasks[owners[i]];
-      float* out = partials + i * size;
-      Scratch s(max_rows, a.dim);
-      gather_queries<T>(a, task, s.q);
-      attend_segment<T>(a, task, i - task.partial, s, out, out + max_rows * a.dim, out + max_rows * (a.dim + 1));
-    }
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < tasks.size(); i++) {
-      const Task& task = tasks[i];
-      float* out = partials + task.partial * size;
-      float *max = out + max_rows * a.dim, *sum = max + max_rows;
-      for (int64_t n = 1; n < num_segments(task); n++) {
-        const float* more = out + n * size;
-        merge(out, max, sum, more, more + max_rows * a.dim, more + max_rows * (a.dim + 1),
-              task.num_rows * (a.heads / a.kv_heads), a.dim);
-      }
-      write_rows<T>(a, task, out, sum);
-    }
+static void make_units(std::vector<Task>* tasks, bool split, std::vector<Unit>* units) {
+  units->clear();
+  for (size_t i = 0; i < tasks->size(); i++) {
+    Task& task = (*tasks)[i];
+    task.first_unit = int64_t(units->size());
+    int64_t segments = num_segments(task), step = split ? 1 : segments;
+    for (int64_t s = 0; s < segments; s += step) units->push_back({int64_t(i), s, s + step});
   }
 }
 
 template <class T>
 void run(const Args& a, int threads) {
-  const std::vector<Task>& tasks = make_tasks(a);
-  if (tasks.empty()) return;
-  int64_t group = a.heads / a.kv_heads, max_rows = 0, work = 0, segments = 0;
+  static thread_local std::vector<Task> tasks;
+  static thread_local std::vector<Unit> units;
+  static thread_local Buffer partials;
+  make_tasks(a, &tasks);
+  int64_t max_rows = 0, work = 0;
   for (const Task& task : tasks) {
-    max_rows = std::max(max_rows, task.num_rows * group);
-    work += task.num_rows * group * task.num_keys * a.dim;
-    segments = std::max(segments, num_segments(task));
+    max_rows = std::max(max_rows, task.num_rows * a.heads);
+    work += task.num_rows * a.heads * task.num_keys * a.dim;
   }
   if (work < SERIAL_WORK) threads = 1;
-  if (threads > 1 && segments > 1 && int64_t(tasks.size()) < 4 * threads)
-    run_segments<T>(a, tasks, max_rows, threads);
-  else
-    run_tasks<T>(a, tasks, max_rows, threads);
+  bool split = threads > 1 && int64_t(tasks.size()) < 4 * threads;
+  make_units(&tasks, split, &units);
+  int64_t words = Partial::words(max_rows, a.dim);
+  float* kept = split ? partials.reserve(words * int64_t(units.size())) : nullptr;
+
+  // Plain references: inside the region the names of thread_local variables mean each thread's own.
+  std::vector<Task>& all_tasks = tasks;
+  std::vector<Unit>& all_units = units;
+  const int64_t num_tasks = int64_t(tasks.size()), num_units = int64_t(units.size());
+  std::atomic<int64_t> next_unit{0};
+#pragma omp parallel num_threads(threads)
+  {
+    Worker<T> worker(a, all_tasks, max_rows);
+    if (split) {
+      for (int64_t i; (i = next_unit++) < num_units;) worker.do_segment(all_units[i], kept + i * words);
+#pragma omp barrier
+#pragma omp for schedule(static, 1)
+      for (int64_t i = 0; i < num_tasks; i++) {
+        const Task& task = all_tasks[i];
+        worker.finish_task(task, num_segments(task), kept + task.first_unit * words, words);
+      }
+    } else {
+      for (int64_t i = next_unit++, then; i < num_units; i = then) {
+        then = next_unit++;  // claimed early, so that its first tile can be fetched meanwhile
+        worker.do_task(all_units[i], then < num_units ? &all_units[then] : nullptr);
+      }
+    }
+  }
 }
 
 }  // namespace attention

@@ -22,38 +22,24 @@ constexpr int64_t kSerialElements = 16384;
 
 int team(int threads, int64_t elements) { return elements < kSerialElements ? 1 : threads; }
 
-// out = x / rms(x) · weight; the normalised value is rounded to T before it is scaled, as Hugging Face's Llama does.
+// out = x / rms(x) · weight; the normalised value is rounded to T before it is scaled, as Hugging Face's Llama does. With a
+// residual, x + residual, rounded to T, goes to `total` and takes the place of x.
 template <class T>
-void norm_row(T* out, const T* x, const T* weight, int64_t size, float eps) {
-  vf total = splat(0);
-  int64_t i = 0;
-  for (; i + W <= size; i += W) {
-    vf v = load(x + i);
-    total += v * v;
+void norm_row(T* out, T* total, const T* x, const T* residual, const T* weight, int64_t size, float eps) {
+  vf squares = splat(0);
+  for (int64_t i = 0; i < size; i += W) {
+    vf v = load_some(x + i, size - i);
+    if (residual) {
+      v = round_to<T>(v + load_some(residual + i, size - i));
+      store_some(total + i, v, size - i);
+    }
+    squares += v * v;
   }
-  float squares = sum(total);
-  for (; i < size; i++) squares += to_float(x[i]) * to_float(x[i]);
-  float scale = 1.0f / std::sqrt(squares / float(size) + eps);
-  for (i = 0; i + W <= size; i += W) store(out + i, round_to<T>(load(x + i) * scale) * load(weight + i));
-  if (i < size) {
-    T xs[W] = {}, ws[W] = {}, os[W];
-    std::copy(x + i, x + size, xs);
-    std::copy(weight + i, weight + size, ws);
-    store(os, round_to<T>(load(xs) * scale) * load(ws));
-    std::copy(os, os + (size - i), out + i);
-  }
-}
-
-template <class T>
-void add_row(T* out, const T* a, const T* b, int64_t size) {
-  int64_t i = 0;
-  for (; i + W <= size; i += W) store(out + i, load(a + i) + load(b + i));
-  if (i < size) {
-    T as[W] = {}, bs[W] = {}, os[W];
-    std::copy(a + i, a + size, as);
-    std::copy(b + i, b + size, bs);
-    store(os, load(as) + load(bs));
-    std::copy(os, os + (size - i), out + i);
+  if (residual) x = total;
+  float scale = 1.0f / std::sqrt(sum(squares) / float(size) + eps);
+  for (int64_t i = 0; i < size; i += W) {
+    vf v = round_to<T>(load_some(x + i, size - i) * scale);
+    store_some(out + i, v * load_some(weight + i, size - i), size - i);
   }
 }
 
@@ -62,32 +48,19 @@ void rms_norm(T* out, T* total, const T* x, const T* residual, const T* weight, 
               float eps, int threads) {
 #pragma omp parallel for num_threads(team(threads, rows * size))
   for (int64_t n = 0; n < rows; n++) {
-    const T* input = x + n * size;
-    if (residual) {
-      add_row(total + n * size, input, residual + n * size, size);
-      input = total + n * size;
-    }
-    norm_row(out + n * size, input, weight, size, eps);
+    int64_t at = n * size;
+    norm_row(out + at, residual ? total + at : nullptr, x + at, residual ? residual + at : nullptr, weight, size, eps);
   }
 }
-
-inline vf silu_mul(vf gate, vf up) { return gate / (1.0f + vexp(-gate)) * up; }
 
 template <class T>
 void silu_mul(T* out, const T* gate_up, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for num_threads(team(threads, rows * size * 2))
   for (int64_t n = 0; n < rows; n++) {
-    const T* gate = gate_up + n * 2 * size;
-    const T* up = gate + size;
-    T* o = out + n * size;
-    int64_t i = 0;
-    for (; i + W <= size; i += W) store(o + i, silu_mul(load(gate + i), load(up + i)));
-    if (i < size) {
-      T gs[W] = {}, us[W] = {}, os[W];
-      std::copy(gate + i, gate + size, gs);
-      std::copy(up + i, up + size, us);
-      store(os, silu_mul(load(gs), load(us)));
-      std::copy(os, os + (size - i), o + i);
+    const T *gates = gate_up + n * 2 * size, *ups = gates + size;
+    for (int64_t i = 0; i < size; i += W) {
+      vf gate = load_some(gates + i, size - i), up = load_some(ups + i, size - i);
+      store_some(out + n * size + i, gate / (1.0f + vexp2(gate * -LOG2_E)) * up, size - i);
     }
   }
 }
@@ -96,7 +69,7 @@ void silu_mul(T* out, const T* gate_up, int64_t rows, int64_t size, int threads)
 template <class T>
 void rope_head(T* out, const T* x, const float* cos, const float* sin, const T* norm, float eps, int64_t dim) {
   if (norm) {
-    norm_row(out, x, norm, dim, eps);
+    norm_row<T>(out, nullptr, x, nullptr, norm, dim, eps);
     x = out;
   }
   int64_t half = dim / 2;

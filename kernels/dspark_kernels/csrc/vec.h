@@ -1,5 +1,5 @@
 // Vectors of W floats in GCC/Clang vector extensions, so that one source serves x86 and ARM; loads and stores that
-// convert from and to bf16; exp. Intrinsics only where the compiler would not find the instruction by itself.
+// convert from and to bf16; powers of two. Intrinsics only where the compiler would not find the instruction by itself.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,7 @@ struct bf16 {
 };
 
 static inline vf splat(float x) { return vf{} + x; }
+static inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
 static inline vf load(const float* p) {
   vf v;
@@ -44,15 +45,30 @@ static inline vh to_bf16(vf v) {
   return (vh)_mm512_cvtneps_pbh((__m512)v);
 #else
   vu u = (vu)v;
-  vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-  vi is_nan = v != v;
-  rounded = ((vu)is_nan & 0x7fc0) | (~(vu)is_nan & rounded);
-  return __builtin_convertvector(rounded, vh);
+  vu rounded = u + 0x7fff + ((u >> 16) & 1);
+  rounded = (vu)select(v != v, (vf)(u | 0x400000), (vf)rounded);
+  return __builtin_convertvector(rounded >> 16, vh);
 #endif
 }
 static inline void store(bf16* p, vf v) {
   vh h = to_bf16(v);
   memcpy(p, &h, sizeof h);
+}
+
+// The same for the last `count` < W elements of a row.
+template <class T>
+static inline vf load_some(const T* p, int64_t count) {
+  if (count >= W) return load(p);
+  T part[W] = {};
+  memcpy(part, p, count * sizeof(T));
+  return load(part);
+}
+template <class T>
+static inline void store_some(T* p, vf v, int64_t count) {
+  if (count >= W) return store(p, v);
+  T part[W];
+  store(part, v);
+  memcpy(p, part, count * sizeof(T));
 }
 
 // The value as it would come back from memory of type T.
@@ -75,12 +91,19 @@ static inline float to_float(bf16 x) {
   return f;
 }
 
-static inline vf select(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+// The larger and the smaller of each pair; b where a is a NaN.
 static inline vf vmax(vf a, vf b) {
 #if defined(__AVX512F__)
   return (vf)_mm512_max_ps((__m512)a, (__m512)b);
 #else
   return select(a > b, a, b);
+#endif
+}
+static inline vf vmin(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return select(a < b, a, b);
 #endif
 }
 
@@ -103,22 +126,20 @@ static inline float max(vf v) {
 #endif
 }
 
-// exp(x) = 2^n · exp(r), n = round(x / ln 2), |r| ≤ ln 2 / 2, exp(r) by its degree-6 polynomial (relative error < 3e-7).
-// x is clamped to [-87, 88], so that 2^n stays a normal number.
-static inline vf vexp(vf x) {
-  x = select(x < splat(-87.0f), splat(-87.0f), x);
-  x = select(x > splat(88.0f), splat(88.0f), x);
+// 2^x = 2^n · 2^r, n = round(x), 2^r by a degree-6 polynomial on [-½, ½] (relative error < 3e-7). x is clamped to
+// [-126, 127], so that 2^n stays a normal number.
+static inline vf vexp2(vf x) {
+  x = vmin(vmax(x, splat(-126.0f)), splat(127.0f));
   const vf magic = splat(12582912.0f);  // 1.5 · 2^23: adding it leaves round(x) in the low bits
-  vf t = x * 1.44269504f + magic;
-  vi n = (vi)t - (vi)magic;
-  vf whole = t - magic;
-  vf r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  return (vf)((vi)p + (n << 23));
+  vf shifted = x + magic;
+  vf r = x - (shifted - magic);
+  vf p = splat(1.5403530e-4f);
+  p = p * r + 1.3333558e-3f;
+  p = p * r + 9.6181291e-3f;
+  p = p * r + 5.5504109e-2f;
+  p = p * r + 2.4022651e-1f;
+  p = p * r + 6.9314718e-1f;
+  p = p * r + 1.0f;
+  return (vf)((vi)p + ((vi)shifted << 23));
 }
+constexpr float LOG2_E = 1.44269504f;
