@@ -303,7 +303,7 @@ class Engine:
         if table_ms > 0:
             draft_ms = self.budget.table.draft_cost_ms(num_drafted) if self.budget.table else 0.0
             self.budget.correction.update(rows, table_ms, max(measured_ms - draft_ms, 0.0))
-        verified = sum(len(w.draft_tokens) for w in batch.work)
+        verified = sum(w.num_rows - 1 for w in batch.work if w.decoding)
         decoding = sum(w.decoding for w in batch.work)
         self._recent.add(
             StepRecord(

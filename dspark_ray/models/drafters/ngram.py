@@ -23,7 +23,8 @@ from dspark_ray.models.drafters.base import (
 class AcceptanceRates:
     """Live conditional acceptance per position: Beta-smoothed counts that forget slowly."""
 
-    def __init__(self, num_draft_tokens: int, prior: float = 0.5, strength: float = 8.0) -> None:
+    def __init__(self, num_draft_tokens: int, prior: float = 0.9, strength: float = 4.0) -> None:
+        # Optimistic, so that an unknown drafter is tried: what is never verified is never learnt.
         self._accepted = np.full(num_draft_tokens, prior * strength)
         self._tried = np.full(num_draft_tokens, strength)
         self._keep = 0.998

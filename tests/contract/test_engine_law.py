@@ -1,0 +1,138 @@
+"""The law of the output: chi-square of the joint law of three tokens, drafted by a random drafter.
+
+The exact law comes from the target alone (every path enumerated, filters applied), the sample from
+`Engine.step()` with many requests in one batch. The same test must fail when 2% of the mass is moved.
+"""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_ray.core.types import SamplingParams
+from dspark_ray.engine import acceptance
+from dspark_ray.engine.engine import Engine
+from dspark_ray.models.sampling import filtered_probs, sampling_rows
+from dspark_ray.models.targets.decoder import Decoder
+from tests.reference import dense_logits
+from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+
+VOCAB = 5
+PROMPT = (1, 3, 2)
+NUM_REQUESTS = 20_000
+LENGTH = 3
+SAMPLING = {"temperature": 1.0, "top_k": 4, "top_p": 0.97, "min_p": 0.02}
+MODES = ("off", "fixed", "threshold", "algorithm1", "adaptive")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_drafter_dir(tmp_path_factory.mktemp("drafter"), VOCAB, draft_vocab=(0, 1, 3, 4))
+
+
+@pytest.fixture(scope="module")
+def exact_law() -> np.ndarray:
+    """[V, V, V] probability of each three-token output, from a plain engine's own logits."""
+    target = tiny_decoder(VOCAB)
+    law = np.zeros((VOCAB,) * LENGTH)
+    for path in itertools.product(range(VOCAB), repeat=LENGTH):
+        chance = 1.0
+        for index, token in enumerate(path):
+            chance *= next_probs(target, (*PROMPT, *path[:index]))[token]
+        law[path] = chance
+    return law
+
+
+_CACHE: dict[tuple[int, ...], np.ndarray] = {}
+
+
+def next_probs(target: Decoder, tokens: tuple[int, ...]) -> np.ndarray:
+    """The filtered next-token distribution [V] after `tokens`."""
+    if tokens not in _CACHE:
+        rows = sampling_rows([SamplingParams(**SAMPLING)], VOCAB)
+        logits = torch.from_numpy(dense_logits(target, tokens)[-1:])
+        _CACHE[tokens] = filtered_probs(logits, rows)[0].double().numpy()
+    return _CACHE[tokens]
+
+
+def sample_counts(engine: Engine) -> np.ndarray:
+    """How often each three-token beginning came out. [V, V, V]"""
+    # Six tokens are asked for so that blocks are verified to their full length; three are counted.
+    requests = [request(str(i), PROMPT, max_tokens=6, **SAMPLING) for i in range(NUM_REQUESTS)]
+    counts = np.zeros((VOCAB,) * LENGTH)
+    for tokens in run(engine, requests).values():
+        counts[tuple(tokens[:LENGTH])] += 1
+    return counts
+
+
+def chi_square_z(counts: np.ndarray, law: np.ndarray) -> float:
+    """Standardised chi-square statistic; rare cells are pooled. Above 4 the law is not the expected one."""
+    expected = law.ravel() * counts.sum()
+    observed = counts.ravel()
+    assert observed[expected < 1e-9].sum() == 0, "a token came out that the target's filters exclude"
+    common = expected >= 10
+    observed = np.append(observed[common], observed[~common].sum())
+    expected = np.append(expected[common], max(expected[~common].sum(), 1e-9))
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    freedom = len(expected) - 1
+    return float((statistic - freedom) / np.sqrt(2 * freedom))
+
+
+def law_engine(checkpoint: Path, mode: str) -> Engine:
+    return tiny_engine(
+        checkpoint,
+        vocab_size=VOCAB,
+        engine={"max_waiting": NUM_REQUESTS, "max_running": 128},
+        speculation={"mode": mode, "threshold": 0.3},
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode: str) -> None:
+    assert exact_law.sum() == pytest.approx(1.0, abs=1e-6)
+    engine = law_engine(checkpoint, mode)
+    z = chi_square_z(sample_counts(engine), exact_law)
+    counters = engine.counters
+    if mode != "off":
+        assert counters.drafted_tokens > 0
+        assert counters.accepted_tokens > 0
+        assert counters.rejected_tokens > 0
+    if mode in ("threshold", "algorithm1", "adaptive"):
+        assert counters.trimmed_tokens > counters.drafts  # more than the end of requests explains
+    assert counters.drafted_tokens == counters.verified_tokens + counters.trimmed_tokens
+    assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
+    assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
+
+
+def test_joint_law_with_prompt_look_up(exact_law: np.ndarray) -> None:
+    engine = tiny_engine(None, vocab_size=VOCAB, engine={"max_waiting": NUM_REQUESTS, "max_running": 128})
+    z = chi_square_z(sample_counts(engine), exact_law)
+    assert engine.counters.accepted_tokens > 0
+    assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
+
+
+def test_a_planted_bias_of_two_percent_is_found(
+    checkpoint: Path, exact_law: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2% of the draws replaced by the least likely token that is allowed fail at the same sample size."""
+    fair, rng = acceptance.sample_from, np.random.default_rng(0)
+
+    def biased(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+        cheated = torch.from_numpy(rng.random(len(uniforms)) < 0.02)
+        least = torch.where(probs > 0, probs, 2.0).argmin(-1)
+        return torch.where(cheated, least, fair(probs, uniforms))
+
+    monkeypatch.setattr(acceptance, "sample_from", biased)
+    assert chi_square_z(sample_counts(law_engine(checkpoint, "fixed")), exact_law) > 4
+
+
+def test_two_percent_of_moved_mass_is_found(checkpoint: Path, exact_law: np.ndarray) -> None:
+    """A sample of the right law fails against a law with 2% of the first token's mass moved."""
+    first = exact_law.sum(axis=(1, 2))
+    top, second = np.argsort(first)[::-1][:2]
+    moved = exact_law.copy()
+    moved[top] *= 1 - 0.02 / first[top]
+    moved[second] *= 1 + 0.02 / first[second]
+    assert chi_square_z(sample_counts(law_engine(checkpoint, "adaptive")), moved) > 4

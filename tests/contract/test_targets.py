@@ -1,0 +1,120 @@
+"""Every registered target against transformers: logits and hidden states on tiny random checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dspark_kernels.attention import PagedBatch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dspark_ray.core.errors import CheckpointError, ConfigError
+from dspark_ray.models.targets import TARGETS, Decoder, load_target
+from tests.tiny import tiny_model_dir
+
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+def forward_in_chunks(target: Decoder, tokens: torch.Tensor, chunks: list[int]) -> tuple[torch.Tensor, ...]:
+    """(logits, taps) of one sequence fed in chunks through blocks of 4 slots in shuffled order."""
+    total = len(tokens)
+    num_blocks = -(-total // 4)
+    table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    kv = target.new_kv(num_blocks * 4)
+    logits, taps, start = [], [], 0
+    for size in chunks:
+        positions = torch.arange(start, start + size)
+        batch = PagedBatch(
+            query_start=torch.tensor([0, size], dtype=torch.int32),
+            kv_len=torch.tensor([start + size], dtype=torch.int32),
+            block_tables=table.unsqueeze(0),
+            block_size=4,
+            max_query=size,
+            max_kv=start + size,
+        )
+        slots = table[positions // 4].long() * 4 + positions % 4
+        with torch.inference_mode():
+            out = target.forward(tokens[start : start + size], positions, kv, slots, batch, (0, 1))
+            logits.append(target.logits(out.hidden))
+            taps.append(out.taps)
+        start += size
+    return torch.cat(logits), torch.cat(taps)
+
+
+def check_against_transformers(model_dir: Path, vocab_size: int = 128) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    tokens = torch.randint(0, vocab_size, (37,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        expected = reference(tokens.unsqueeze(0), output_hidden_states=True)
+    target = load_target(model_dir, torch.float32, 64)
+    logits, taps = forward_in_chunks(target, tokens, [20, 1, 7, 9])
+    torch.testing.assert_close(logits, expected.logits[0], atol=2e-4, rtol=1e-4)
+    hidden = torch.cat([expected.hidden_states[1][0], expected.hidden_states[2][0]], dim=1)
+    torch.testing.assert_close(taps, hidden, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", TARGETS.names())
+def test_agrees_with_transformers(tmp_path: Path, architecture: str) -> None:
+    check_against_transformers(tiny_model_dir(tmp_path, architecture))
+
+
+@pytest.mark.parametrize("architecture", TARGETS.names())
+def test_tied_embeddings(tmp_path: Path, architecture: str) -> None:
+    check_against_transformers(tiny_model_dir(tmp_path, architecture, tie_word_embeddings=True))
+
+
+@pytest.mark.parametrize("scaling", sorted(ROPE_SCALINGS))
+def test_rope_scaling(tmp_path: Path, scaling: str) -> None:
+    parameters = {"rope_theta": 10000.0, **ROPE_SCALINGS[scaling]}
+    check_against_transformers(tiny_model_dir(tmp_path, "llama", rope_parameters=parameters))
+
+
+def test_attention_and_mlp_biases(tmp_path: Path) -> None:
+    check_against_transformers(tiny_model_dir(tmp_path, "llama", attention_bias=True, mlp_bias=True))
+
+
+def edit_weights(model_dir: Path, **changes: torch.Tensor | None) -> None:
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in changes.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    model_dir = tiny_model_dir(tmp_path, "llama")
+    edit_weights(model_dir, **{"model.layers.1.mlp.up_proj.weight": None})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj"):
+        load_target(model_dir, torch.float32, 64)
+
+
+def test_a_leftover_tensor_is_named(tmp_path: Path) -> None:
+    model_dir = tiny_model_dir(tmp_path, "llama")
+    edit_weights(model_dir, **{"model.layers.0.self_attn.q_norm.weight": torch.ones(16)})
+    with pytest.raises(CheckpointError, match="q_norm"):
+        load_target(model_dir, torch.float32, 64)
+
+
+def test_positions_beyond_what_can_be_exact_are_refused(tmp_path: Path) -> None:
+    windowed = tiny_model_dir(tmp_path / "window", "mistral", sliding_window=32)
+    with pytest.raises(ConfigError, match="32"):
+        load_target(windowed, torch.float32, 64)
+    parameters = {"rope_theta": 10000.0, **ROPE_SCALINGS["dynamic"]}
+    dynamic = tiny_model_dir(tmp_path / "dynamic", "llama", rope_parameters=parameters)
+    with pytest.raises(ConfigError, match="dynamic"):
+        load_target(dynamic, torch.float32, 1024)
