@@ -1,0 +1,131 @@
+"""Ingress: the HTTP side. Validates, tokenises, routes, streams, and resumes what a dead replica left."""
+
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import zmq
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError
+from dspark_ray.core.types import Request, RequestOutput
+from dspark_ray.runtime.fleet_metrics import EngineFleet
+from dspark_ray.runtime.logs import configure_logging
+from dspark_ray.runtime.token_stream import TokenStream
+from dspark_ray.runtime.transport import bind_inbox
+from dspark_ray.serving.http import build_api
+from dspark_ray.serving.parsing import ServedModel
+from dspark_ray.serving.service import CompletionService
+from dspark_ray.serving.text import NewDetokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+WATCH_PERIOD_S = 2.0
+_LOST = (RayActorError, ReplicaUnavailableError, TaskCancelledError)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTools:
+    """What turns text into tokens and back."""
+
+    tokenizer: Tokenizer
+    new_detokenizer: NewDetokenizer
+
+
+TextFactory = Callable[[AppConfig], TextTools]
+"""Loads the tokenizer of a configuration. May block for long."""
+
+
+def model_text(config: AppConfig) -> TextTools:
+    """The `TextFactory` of real models: the tokenizer beside the weights."""
+    from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.models.tokenizer import IncrementalDetokenizer
+    from dspark_ray.models.tokenizer import Tokenizer as ModelTokenizer
+
+    tokenizer = ModelTokenizer.load(resolve_model(config.model.source))
+    return TextTools(
+        tokenizer,
+        lambda stop, include: IncrementalDetokenizer(
+            tokenizer, stop=stop, include_stop_str_in_output=include
+        ),
+    )
+
+
+class ReplicaBackend:
+    """`dspark_ray.serving.generation.Backend` over a deployment handle: Serve picks the replica."""
+
+    def __init__(self, server: DeploymentHandle) -> None:
+        self._server = server
+
+    async def submit(self, request: Request) -> RequestOutput:
+        response = self._server.generate.remote(request)
+        try:
+            answer = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except BackPressureError as error:
+            raise QueueFullError("all replicas are busy and the queue is full; try again later") from error
+        except DeploymentUnavailableError as error:
+            raise QueueFullError("no replica is available; try again later") from error
+        except _LOST as error:
+            raise EngineDeadError("the replica that ran this request died") from error
+        except RayTaskError:
+            logger.exception("a replica failed on %s", request.request_id)
+            raise
+        if isinstance(answer, DsparkError):
+            raise answer
+        return answer
+
+
+@serve.ingress()
+class Ingress:
+    """One event loop; holds no model. Its routes are `dspark_ray.serving.http`."""
+
+    async def __init__(  # type: ignore[misc]
+        self, config: AppConfig, server: DeploymentHandle, text_factory: TextFactory
+    ) -> None:
+        configure_logging()
+        self._config = config
+        self._text = await asyncio.to_thread(text_factory, config)
+        context = zmq.Context()
+        self._streams = TokenStream(context, bind_inbox(context, ray.util.get_node_ip_address()))
+        self._streams.start()
+        self._fleet = EngineFleet(serve.get_replica_context().app_name)
+        self._watcher = asyncio.create_task(self._fleet.watch(WATCH_PERIOD_S))
+        self._service = CompletionService(
+            ReplicaBackend(server),
+            self._streams,
+            self._text.new_detokenizer,
+            config.serving.request_timeout_s,
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Called by Serve once after the constructor."""
+        model = ServedModel(self._config.model.id, self._config.model.max_model_len, self._text.tokenizer)
+        return build_api(self._config, self._service, model, self._fleet, _versions())
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_watcher"):
+            self._watcher.cancel()
+            await self._streams.close()
+
+
+def _versions() -> dict[str, str]:
+    packages: dict[str, Any] = {"dspark_ray": "dspark-ray", "ray": "ray", "torch": "torch"}
+    found = {}
+    for key, package in packages.items():
+        try:
+            found[key] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[key] = "unknown"
+    return found

@@ -1,0 +1,138 @@
+"""The engine's process: a named Ray actor in its replica's placement group (tensor-parallel rank 0).
+
+`load()` and then `run()` occupy the actor's own thread; the control methods answer beside them, from a
+second thread, with the loop's newest snapshot.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import zmq
+
+from dspark_ray.core.clock import SystemClock
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.types import EngineStats, StepPlan
+from dspark_ray.runtime.engine_loop import EngineLoop, StepEngine
+from dspark_ray.runtime.logs import configure_logging
+from dspark_ray.runtime.messages import ApplyPlan, encode
+from dspark_ray.runtime.metric_sink import RayMetricSink
+from dspark_ray.runtime.monitor import Monitor
+from dspark_ray.runtime.plan_client import PlanClient
+from dspark_ray.runtime.transport import Outboxes, bind_inbox
+
+logger = logging.getLogger(__name__)
+
+CONTROL = "control"
+CONCURRENCY_GROUPS = {CONTROL: 2}
+_PLANS_ADDRESS = "inproc://plans"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What an engine factory gives back."""
+
+    engine: StepEngine
+    canary_prompt: tuple[int, ...]  # a short prompt that any healthy engine can continue
+
+
+EngineFactory = Callable[[AppConfig, str], LoadedEngine]
+"""(config, engine id) → an engine, built on the thread that will run it. May take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the server needs to talk to a loaded engine."""
+
+    inbox_address: str
+    generation: int  # grows with every incarnation
+    description: dict[str, Any]
+    canary_prompt: tuple[int, ...]
+    load_s: float
+
+
+class EngineActor:
+    """One engine, its step loop, its monitor and its plan client."""
+
+    def __init__(self, config: AppConfig, app_name: str, replica_id: str, factory: EngineFactory) -> None:
+        configure_logging()
+        self._config = config
+        self._app_name = app_name
+        self._replica_id = replica_id
+        self._factory = factory
+        self._generation = time.time_ns() // 1_000_000
+        self._clock = SystemClock()
+        self._loop: EngineLoop | None = None
+        self._plans: PlanClient | None = None
+        self._ready = False
+
+    def load(self) -> EngineInfo:
+        """Builds the engine and binds its inbox. Raises what the factory raises."""
+        started_ms = self._clock.now_ms()
+        loaded = self._factory(self._config, self._replica_id)
+        context = zmq.Context()
+        inbox = bind_inbox(context, ray.util.get_node_ip_address())
+        inbox.socket.bind(_PLANS_ADDRESS)
+        self._plans = PlanClient(
+            self._app_name,
+            self._config.scheduler,
+            self._replica_id,
+            self._generation,
+            _plan_sender(context),
+            self._clock,
+        )
+        outboxes = Outboxes(context, self._clock)
+        self._loop = EngineLoop(loaded.engine, self._generation, inbox, outboxes, self._clock, self._plans)
+        load_s = (self._clock.now_ms() - started_ms) / 1e3
+        return EngineInfo(
+            inbox.address, self._generation, loaded.engine.describe(), loaded.canary_prompt, load_s
+        )
+
+    def run(self) -> None:
+        """The step loop, until it is told to stop; raises what a step raised."""
+        assert self._loop is not None, "load() comes first"
+        assert self._plans is not None
+        sink = RayMetricSink(self._app_name, self._replica_id)
+        monitor = Monitor(self._current_stats, sink, self._config.serving.log_interval_s, self._clock)
+        self._plans.start()
+        monitor.start()
+        try:
+            self._loop.run()
+        finally:
+            monitor.close()
+            self._plans.close()
+
+    @ray.method(concurrency_group=CONTROL)
+    def stats(self) -> EngineStats | None:
+        """The newest snapshot; None while the engine is being loaded."""
+        return None if self._loop is None else self._current_stats()
+
+    @ray.method(concurrency_group=CONTROL)
+    def mark_ready(self) -> None:
+        """The canary generation has passed."""
+        self._ready = True
+
+    @ray.method(concurrency_group=CONTROL)
+    def turn_age_ms(self) -> float:
+        """How long ago the loop last turned: large when a step hangs."""
+        return 0.0 if self._loop is None else self._clock.now_ms() - self._loop.turn_at_ms
+
+    @ray.method(concurrency_group=CONTROL)
+    def pid(self) -> int:
+        """For those who test what its death costs."""
+        return os.getpid()
+
+    def _current_stats(self) -> EngineStats:
+        assert self._loop is not None
+        return replace(self._loop.snapshot, ready=self._ready)
+
+
+def _plan_sender(context: zmq.Context) -> Callable[[StepPlan], None]:
+    """Puts plans into the loop's inbox; to be called from one thread only."""
+    socket = context.socket(zmq.PUSH)
+    socket.connect(_PLANS_ADDRESS)
+    return lambda plan: socket.send(encode(ApplyPlan(plan)))

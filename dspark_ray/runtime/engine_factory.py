@@ -1,0 +1,48 @@
+"""Builds the native engine on the thread that will run it."""
+
+import logging
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from dspark_ray.core.config import AppConfig
+from dspark_ray.runtime.engine_actor import LoadedEngine
+
+logger = logging.getLogger(__name__)
+
+CANARY_TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
+
+
+def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
+    """An `EngineFactory`: target, drafter and step table of `config`. Raises `DsparkError`."""
+    num_threads = threads_per_engine(config, available_cores())
+    # Ray sets this to the actor's CPUs; it counts when torch is imported, which is below.
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    import torch
+
+    from dspark_ray.engine.build import build_engine
+    from dspark_ray.models.fetch import resolve_model
+
+    torch.set_num_threads(num_threads)
+    model_dir = resolve_model(config.model.source)
+    logger.info("loading %s from %s with %d threads", config.model.id, model_dir, num_threads)
+    engine = build_engine(config, model_dir=model_dir, engine_id=engine_id)
+    return LoadedEngine(engine, _canary_prompt(model_dir))
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def threads_per_engine(config: AppConfig, num_cores: int) -> int:
+    """The configured number, or an equal part of the cores: replicas often share a machine."""
+    return config.engine.num_threads or max(1, num_cores // config.serving.num_replicas)
+
+
+def _canary_prompt(model_dir: Path) -> tuple[int, ...]:
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        return (1, 2, 3, 4)
+    return tuple(Tokenizer.from_file(str(path)).encode(CANARY_TEXT).ids)

@@ -1,0 +1,79 @@
+"""What the ingress knows of the engines of its application: asks them directly, without the scheduler."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util import list_named_actors
+
+from dspark_ray.core.clock import Clock, SystemClock
+from dspark_ray.core.types import EngineStats
+from dspark_ray.observability.fleet_page import FleetCounters, fleet_page
+from dspark_ray.runtime.names import NAMESPACE, engine_prefix
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 2.0
+FRESH_MS = 200.0  # answers are shared by all who ask within this time
+
+
+class EngineFleet:
+    """The engines found by name (`dspark_ray.serving.http.Fleet`). Belongs to one event loop."""
+
+    def __init__(self, app_name: str, clock: Clock | None = None) -> None:
+        self._prefix = engine_prefix(app_name)
+        self._clock = clock or SystemClock()
+        self._counters = FleetCounters()
+        self._handles: dict[str, Any] = {}
+        self._stats: list[EngineStats] = []
+        self._asked_ms = -FRESH_MS
+        self._asking = asyncio.Lock()
+
+    async def stats(self) -> list[EngineStats]:
+        """Snapshots of the loaded engines that answer in time."""
+        async with self._asking:
+            if self._clock.now_ms() - self._asked_ms >= FRESH_MS:
+                self._stats = await self._ask()
+                self._asked_ms = self._clock.now_ms()
+        return self._stats
+
+    async def metrics_page(self) -> bytes:
+        """The Prometheus page; counters of engines that died stay in the sums."""
+        stats = await self.stats()
+        return fleet_page(stats, self._counters.update(stats)).encode()
+
+    async def watch(self, period_s: float) -> None:
+        """Asks now and then, forever: what an engine counted must be known before it dies."""
+        while True:
+            self._counters.update(await self.stats())
+            await asyncio.sleep(period_s)
+
+    async def _ask(self) -> list[EngineStats]:
+        try:
+            await self._find()
+        except RayError as error:  # the cluster's directory is down; those known may still answer
+            logger.warning("cannot list engines: %s", error)
+        answers = await asyncio.gather(*(self._ask_one(handle) for handle in self._handles.values()))
+        return [stats for stats in answers if stats is not None]
+
+    async def _find(self) -> None:
+        """Handles of the engines that exist now."""
+        listed = await asyncio.to_thread(list_named_actors, all_namespaces=True)
+        names = {
+            entry["name"]
+            for entry in listed
+            if entry["namespace"] == NAMESPACE and entry["name"].startswith(self._prefix)
+        }
+        self._handles = {name: handle for name, handle in self._handles.items() if name in names}
+        for name in names - self._handles.keys():
+            with contextlib.suppress(ValueError):  # it died between the two calls
+                self._handles[name] = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+
+    async def _ask_one(self, handle: Any) -> EngineStats | None:
+        try:
+            return await asyncio.wait_for(handle.stats.remote(), ANSWER_TIMEOUT_S)
+        except (RayError, TimeoutError):
+            return None

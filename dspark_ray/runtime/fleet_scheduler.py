@@ -1,0 +1,134 @@
+"""What the scheduler actor knows and decides, without Ray: reports in, plans out, one cap to set."""
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dspark_ray.core.clock import Clock
+from dspark_ray.core.config import SchedulerConfig
+from dspark_ray.core.errors import ArtefactError, ConfigError
+from dspark_ray.core.types import FleetView, StepPlan, SurvivalReport
+from dspark_ray.scheduling.fleet import FLEET_POLICIES
+from dspark_ray.scheduling.step_table import StepTable
+
+logger = logging.getLogger(__name__)
+
+MAX_TABLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReply:
+    """The answer to a report."""
+
+    plan: StepPlan | None  # None: the report was stale
+    knows_table: bool  # False: the next report must carry its step table
+
+
+@dataclass(slots=True)
+class _Member:
+    """A replica as last heard."""
+
+    report: SurvivalReport
+    arrived_ms: float
+
+
+class FleetScheduler:
+    """Full state per replica, the last report wins; a replica that falls silent leaves the view.
+
+    Not thread-safe. Every call returns within one planning round.
+    """
+
+    def __init__(self, app_name: str, config: SchedulerConfig, clock: Clock) -> None:
+        self._app_name = app_name
+        self._clock = clock
+        self._members: dict[str, _Member] = {}
+        self._tables: OrderedDict[str, StepTable] = OrderedDict()  # the least recently used first
+        self._num_rounds = 0
+        self._set_config(config)
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """The application's configuration; a new one replaces what `set_cap` had set, the same does not."""
+        if config != self._config:
+            self._set_config(config)
+
+    def report(self, report: SurvivalReport) -> PlanReply:
+        """Takes a report and plans the whole fleet with it; the plan for its replica."""
+        member = self._members.get(report.replica_id)
+        if member is not None and _age(report) <= _age(member.report):
+            return PlanReply(None, knows_table=report.table_digest in self._tables)
+        self._learn_table(report)
+        self._members[report.replica_id] = _Member(replace(report, table=None), self._clock.now_ms())
+        plans = {plan.replica_id: plan for plan in self._plan()}
+        plan = replace(
+            plans[report.replica_id],
+            generation=report.generation,
+            sequence=report.sequence,
+            ttl_ms=self._config.plan_ttl_ms,
+        )
+        return PlanReply(plan, knows_table=not report.table_digest or report.table_digest in self._tables)
+
+    def remove(self, replica_id: str) -> None:
+        """The replica is shutting down: its share goes to the others at once."""
+        self._members.pop(replica_id, None)
+
+    def set_cap(self, draft_tokens_per_s: float | None) -> None:
+        """The fleet-wide verify rate from now on; None takes the cap off. Raises `ConfigError`."""
+        if self._config.policy != "shared_cap":
+            raise ConfigError(f"scheduler.policy is {self._config.policy!r}: only 'shared_cap' has a cap")
+        if draft_tokens_per_s is not None and not 0 < draft_tokens_per_s < float("inf"):
+            raise ConfigError(f"the cap must be a positive number of tokens/s, not {draft_tokens_per_s}")
+        self._cap = draft_tokens_per_s
+
+    def state(self) -> dict[str, Any]:
+        """For humans: who is there and what they were told."""
+        now_ms = self._clock.now_ms()
+        plans = {plan.replica_id: plan for plan in self._plan()}
+        replicas = {
+            replica_id: {
+                "report_age_ms": round(now_ms - member.arrived_ms, 1),
+                "generation": member.report.generation,
+                "num_running": member.report.num_running,
+                "num_waiting": member.report.num_waiting,
+                "budget_tokens": round(member.report.budget_tokens, 2),
+                "draft_tokens_per_s": plans[replica_id].draft_tokens_per_s,
+                "table": member.report.table_digest,
+            }
+            for replica_id, member in sorted(self._members.items())
+        }
+        return {
+            "application": self._app_name,
+            "policy": self._config.policy,
+            "cap_draft_tokens_per_s": self._cap,
+            "planning_rounds": self._num_rounds,
+            "replicas": replicas,
+        }
+
+    def _set_config(self, config: SchedulerConfig) -> None:
+        self._config = config
+        self._policy = FLEET_POLICIES.get(config.policy)()
+        self._cap = config.cap_draft_tokens_per_s if config.policy == "shared_cap" else None
+
+    def _plan(self) -> tuple[StepPlan, ...]:
+        """One round over the live replicas."""
+        horizon_ms = self._clock.now_ms() - self._config.plan_ttl_ms
+        self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
+        self._num_rounds += 1
+        reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))
+        return self._policy.plan(FleetView(reports, dict(self._tables), self._cap), self._tables)
+
+    def _learn_table(self, report: SurvivalReport) -> None:
+        if report.table is not None and report.table_digest not in self._tables:
+            try:
+                self._tables[report.table_digest] = StepTable.from_dict(report.table)
+            except ArtefactError as error:
+                logger.error("replica %s sent no step table: %s", report.replica_id, error)
+        if report.table_digest in self._tables:
+            self._tables.move_to_end(report.table_digest)
+        while len(self._tables) > MAX_TABLES:
+            self._tables.popitem(last=False)
+
+
+def _age(report: SurvivalReport) -> tuple[int, int]:
+    """Orders the reports of one replica; a lower generation is a dead predecessor's."""
+    return report.generation, report.sequence

@@ -1,0 +1,115 @@
+"""The central scheduler of an application as a Ray actor that may be wrong, may freeze and may die.
+
+    handle = ray.get_actor(scheduler_name("dspark-ray"), namespace="serve")
+    ray.get(handle.state.remote())
+    ray.get(handle.set_cap.remote(2000.0))
+
+Detached, so that it outlives any replica; started by whoever needs it first; it ends itself when its
+application is gone from Serve. Replicas never wait for it.
+"""
+
+import logging
+import os
+import threading
+from typing import Any
+
+import ray
+from ray.util import list_named_actors
+
+from dspark_ray.core.clock import SystemClock
+from dspark_ray.core.config import SchedulerConfig
+from dspark_ray.core.types import SurvivalReport
+from dspark_ray.runtime.fleet_scheduler import FleetScheduler, PlanReply
+from dspark_ray.runtime.logs import configure_logging
+from dspark_ray.runtime.names import (
+    NAMESPACE,
+    engine_prefix,
+    scheduler_name,
+    serve_replica_prefix,
+)
+
+logger = logging.getLogger(__name__)
+
+WATCH_PERIOD_S = 2.0
+HURRY_S = 0.25  # between looks after a replica has left
+HURRIED_LOOKS = 80
+LOOKS_BEFORE_END = 3
+
+
+class SchedulerActor:
+    """`FleetScheduler` behind Ray calls, one at a time."""
+
+    def __init__(self, app_name: str, config: SchedulerConfig) -> None:
+        configure_logging()
+        self._app_name = app_name
+        self._scheduler = FleetScheduler(app_name, config, SystemClock())
+        self._leaving = threading.Event()
+        threading.Thread(target=self._watch_application, name="dspark-watch", daemon=True).start()
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Called by every plan client when it finds this actor."""
+        self._scheduler.configure(config)
+
+    def report(self, report: SurvivalReport) -> PlanReply:
+        return self._scheduler.report(report)
+
+    def leave(self, replica_id: str) -> None:
+        """A replica shuts down; perhaps the whole application does."""
+        self._scheduler.remove(replica_id)
+        self._leaving.set()
+
+    def set_cap(self, draft_tokens_per_s: float | None) -> None:
+        """Raises `ConfigError` for a policy without a cap, or a cap that is none."""
+        self._scheduler.set_cap(draft_tokens_per_s)
+        logger.info("cap of %s: %s draft tokens/s", self._app_name, draft_tokens_per_s)
+
+    def state(self) -> dict[str, Any]:
+        return self._scheduler.state()
+
+    def pid(self) -> int:
+        """For those who test what its death costs."""
+        return os.getpid()
+
+    def _watch_application(self) -> None:
+        """Ends this actor when nothing of its application is left; looks often once a replica has left."""
+        num_missing, num_hurried = 0, 0
+        while num_missing < LOOKS_BEFORE_END:
+            if self._leaving.wait(HURRY_S if num_hurried else WATCH_PERIOD_S):
+                self._leaving.clear()
+                num_hurried = HURRIED_LOOKS
+            num_hurried = max(0, num_hurried - 1)
+            if _has_actors(self._app_name):
+                num_missing = 0
+            else:
+                num_missing += 1
+                num_hurried = max(num_hurried, LOOKS_BEFORE_END)
+        logger.info("application %s is gone: its scheduler ends", self._app_name)
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+def find_or_start_scheduler(app_name: str, config: SchedulerConfig) -> Any:
+    """The handle of the application's scheduler actor, which may still be starting."""
+    actor_class: Any = ray.remote(SchedulerActor)
+    return actor_class.options(
+        name=scheduler_name(app_name),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=0,
+    ).remote(app_name, config)
+
+
+def _has_actors(app_name: str) -> bool:
+    """Whether the application has a replica or an engine, by the names of actors.
+
+    Serve is not asked: a call to a controller that is being shut down may never return.
+    """
+    prefixes = (engine_prefix(app_name), serve_replica_prefix(app_name))
+    try:
+        listed = list_named_actors(all_namespaces=True)
+    except Exception as error:  # of whatever kind: without an answer nothing is known
+        logger.info("cannot list actors: %s", error)
+        return True
+    return any(entry["name"].startswith(prefixes) for entry in listed)

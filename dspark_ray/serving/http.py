@@ -1,0 +1,145 @@
+"""The routes. Any server that runs ASGI can carry them; what answers them is injected."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import DsparkError, RequestError
+from dspark_ray.core.types import EngineStats
+from dspark_ray.serving import responses
+from dspark_ray.serving.errors import error_body, http_error
+from dspark_ray.serving.json_body import parse_object, read_body
+from dspark_ray.serving.parsing import Job, ServedModel, parse_chat, parse_completion
+from dspark_ray.serving.service import CompletionService, EventStream
+from dspark_ray.serving.status import Readiness, status_body
+
+logger = logging.getLogger(__name__)
+
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Fleet(Protocol):
+    """What the replicas say of themselves; neither call fails because a replica does."""
+
+    async def stats(self) -> list[EngineStats]: ...
+
+    async def metrics_page(self) -> bytes: ...
+
+
+def build_api(
+    config: AppConfig, service: CompletionService, model: ServedModel, fleet: Fleet, versions: dict[str, str]
+) -> FastAPI:
+    """The whole HTTP surface of one application."""
+    api = FastAPI(title="dspark-ray", version=versions.get("dspark_ray", ""))
+    _add_error_handlers(api)
+    _add_generation(api, service, model)
+    _add_models(api, model)
+    _add_operations(api, config, fleet, versions)
+    return api
+
+
+def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel) -> None:
+    async def respond(request: Request, parse: Callable[[dict[str, Any], ServedModel], Job]) -> Response:
+        body = parse_object(await read_body(request.stream(), request.headers.get("content-length")))
+        # Templates and tokenisation of a long prompt take long enough to stall every other stream.
+        job = await asyncio.to_thread(parse, body, model)
+        headers = {"X-Request-Id": job.id}
+        if job.stream:
+            return _SseResponse(await service.stream(job), headers)
+        return JSONResponse(await service.answer(job), headers=headers)
+
+    @api.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await respond(request, parse_chat)
+
+    @api.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await respond(request, parse_completion)
+
+
+def _add_models(api: FastAPI, model: ServedModel) -> None:
+    created = int(time.time())
+
+    @api.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        return responses.models_body(model.id, created, model.max_model_len)
+
+    @api.get("/v1/models/{model_id:path}")
+    async def retrieve_model(model_id: str) -> dict[str, Any]:
+        if model_id != model.id:
+            message = f"the model {model_id[:128]!r} does not exist; this server has {model.id!r}"
+            raise RequestError(message, param="model", status=404, code="model_not_found")
+        return responses.model_body(model.id, created, model.max_model_len)
+
+
+def _add_operations(api: FastAPI, config: AppConfig, fleet: Fleet, versions: dict[str, str]) -> None:
+    readiness = Readiness(config.serving.num_replicas)
+
+    async def status() -> tuple[bool, dict[str, Any]]:
+        stats = await fleet.stats()
+        ready = readiness.update(stats)
+        return ready, status_body(config, stats, ready=ready)
+
+    @api.get("/health")
+    async def health() -> dict[str, Any]:
+        """Liveness: 200 as long as this process answers."""
+        return (await status())[1]
+
+    @api.get("/ready")
+    async def ready() -> JSONResponse:
+        """200 once a canary generation has passed on each replica, 503 before."""
+        is_ready, body = await status()
+        return JSONResponse(body, status_code=200 if is_ready else 503)
+
+    @api.get("/metrics")
+    async def metrics() -> Response:
+        return Response(await fleet.metrics_page(), media_type=PROMETHEUS_TEXT)
+
+    @api.get("/version")
+    async def version() -> dict[str, str]:
+        return versions
+
+
+def _add_error_handlers(api: FastAPI) -> None:
+    async def known(_: Request, error: Exception) -> JSONResponse:
+        described = http_error(error)
+        return JSONResponse(described.body, status_code=described.status, headers=dict(described.headers))
+
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return await known(request, error)
+
+    async def no_route(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path[:128]}: {error.detail}"
+        body = error_body(
+            message, "invalid_request_error", code="not_found" if error.status_code == 404 else None
+        )
+        return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+    api.add_exception_handler(DsparkError, known)
+    api.add_exception_handler(HTTPException, no_route)
+    api.add_exception_handler(Exception, unknown)
+
+
+class _SseResponse(StreamingResponse):
+    """Closes its stream whatever ends the response: a client that leaves must free everything."""
+
+    def __init__(self, events: EventStream, headers: dict[str, str]) -> None:
+        super().__init__(events.__aiter__(), headers={"Cache-Control": "no-cache", **headers})
+        self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._events.close()

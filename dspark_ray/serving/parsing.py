@@ -1,0 +1,167 @@
+"""From a request body to the engine's requests: one `Request` per choice, checked against the model."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dspark_ray.core.errors import RequestError
+from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.serving.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, parse_body
+from dspark_ray.serving.text import Tokenizer
+
+# Longer texts are refused before they are tokenised: no tokenizer makes so few tokens of so many characters.
+MAX_CHARS_PER_TOKEN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    id: str
+    max_model_len: int
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One HTTP request: its choices and how they are to be answered."""
+
+    id: str
+    created: int  # Unix time, seconds
+    model: str
+    chat: bool
+    requests: tuple[Request, ...]  # by choice index
+    stop: tuple[str, ...]
+    include_stop: bool
+    stream: bool
+    include_usage: bool
+    num_per_prompt: int  # n: choices that share a prompt
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt once, however many choices it has."""
+        return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_per_prompt])
+
+
+def parse_chat(body: dict[str, Any], model: ServedModel) -> Job:
+    """`POST /v1/chat/completions`. Raises `RequestError`; may take long for long texts."""
+    _check_model(body, model)
+    fields = parse_body(ChatCompletionRequest, body)
+    messages = [message.model_dump(exclude_none=True) for message in fields.messages]
+    for message in messages:
+        message["role"] = "system" if message["role"] == "developer" else message["role"]
+    _check_chars(sum(len(message["content"]) for message in messages), model, "messages")
+    prompt = model.tokenizer.render_chat(messages)
+    limit = _token_limit(prompt, fields.token_limit, model, "messages")
+    return _job(fields, [prompt], [limit], model, chat=True)
+
+
+def parse_completion(body: dict[str, Any], model: ServedModel) -> Job:
+    """`POST /v1/completions`. Raises `RequestError`; may take long for long texts."""
+    _check_model(body, model)
+    fields = parse_body(CompletionRequest, body)
+    prompts = [_prompt_token_ids(prompt, model) for prompt in fields.prompts()]
+    limits = [_token_limit(prompt, fields.token_limit, model, "prompt") for prompt in prompts]
+    return _job(fields, prompts, limits, model, chat=False)
+
+
+def _check_model(body: dict[str, Any], model: ServedModel) -> None:
+    """Before anything else, so that a wrong model is not reported as a wrong parameter."""
+    name = body.get("model")
+    if isinstance(name, str) and name != model.id:
+        raise RequestError(
+            f"the model {name[:128]!r} does not exist; this server has {model.id!r}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+
+
+def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
+    if isinstance(prompt, str):
+        _check_chars(len(prompt), model, "prompt")
+        token_ids = model.tokenizer.encode(prompt)
+        if not token_ids:
+            raise RequestError("the prompt is empty", param="prompt", code="invalid_value")
+        return token_ids
+    _check_token_ids(prompt, model, "prompt")
+    return prompt
+
+
+def _check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    highest = max(token_ids, default=0)
+    if highest >= model.tokenizer.vocab_size:
+        message = f"token id {str(highest)[:24]} is not in the vocabulary of {model.tokenizer.vocab_size}"
+        raise RequestError(message, param=param, code="invalid_value")
+
+
+def _check_chars(num_chars: int, model: ServedModel, param: str) -> None:
+    if num_chars > model.max_model_len * MAX_CHARS_PER_TOKEN:
+        raise _too_long(f"{param} has {num_chars} characters, which cannot fit", model, param)
+
+
+def _token_limit(prompt: Sequence[int], wanted: int | None, model: ServedModel, param: str) -> int:
+    """The output limit in tokens; raises `RequestError` where prompt and output cannot fit."""
+    room = model.max_model_len - len(prompt)
+    if room < 1:
+        raise _too_long(f"{param} has {len(prompt)} tokens", model, param)
+    if wanted is not None and wanted > room:
+        shown = str(wanted)[:24]
+        raise _too_long(
+            f"{param} has {len(prompt)} tokens and {shown} more were asked for", model, "max_tokens"
+        )
+    return room if wanted is None else wanted
+
+
+def _too_long(what: str, model: ServedModel, param: str) -> RequestError:
+    message = f"this model's maximum context length is {model.max_model_len} tokens; {what}"
+    return RequestError(message, param=param, code="context_length_exceeded")
+
+
+def _job(
+    fields: GenerationFields,
+    prompts: Sequence[list[int]],
+    limits: Sequence[int],
+    model: ServedModel,
+    *,
+    chat: bool,
+) -> Job:
+    _check_token_ids(fields.stop_token_ids, model, "stop_token_ids")
+    job_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+    requests: list[Request] = []
+    for prompt, limit in zip(prompts, limits, strict=True):
+        for choice in range(fields.n):
+            requests.append(
+                Request(
+                    request_id=f"{job_id}-{len(requests)}",
+                    prompt_token_ids=tuple(prompt),
+                    sampling=_sampling(fields, limit, choice),
+                )
+            )
+    return Job(
+        id=job_id,
+        created=int(time.time()),
+        model=model.id,
+        chat=chat,
+        requests=tuple(requests),
+        stop=tuple(fields.stop),
+        include_stop=fields.include_stop_str_in_output,
+        stream=fields.stream,
+        include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
+        num_per_prompt=fields.n,
+    )
+
+
+def _sampling(fields: GenerationFields, max_tokens: int, choice: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=fields.temperature,
+        top_p=fields.top_p,
+        top_k=fields.top_k if fields.top_k > 0 else None,
+        min_p=fields.min_p,
+        seed=None if fields.seed is None else fields.seed + choice,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(fields.stop_token_ids),
+        ignore_eos=fields.ignore_eos,
+    )

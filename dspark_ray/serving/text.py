@@ -1,0 +1,85 @@
+"""Tokens to text for one choice: stop strings, stop tokens and what counts as used."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dspark_ray.core.types import FinishReason, RequestOutput
+
+
+class Tokenizer(Protocol):
+    """What the routes need of a model's tokenizer. May take long for long texts: call it in a thread."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The chat template's prompt, open for the assistant's answer; raises `RequestError`."""
+        ...
+
+
+class PushedText(Protocol):
+    """What a detokenizer makes of the tokens of one step."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that count: fewer than pushed only when a stop string ended the text."""
+        ...
+
+    @property
+    def stopped(self) -> bool: ...
+
+
+class Detokenizer(Protocol):
+    """One choice's text; never takes back what it returned."""
+
+    @property
+    def stopped(self) -> bool:
+        """A stop string is complete; nothing follows."""
+        ...
+
+    def push(self, token_ids: Sequence[int]) -> PushedText: ...
+
+    def flush(self) -> str:
+        """What is still held back when the request has ended."""
+        ...
+
+
+NewDetokenizer = Callable[[Sequence[str], bool], Detokenizer]
+"""(stop strings, whether the text includes the one that ended it) → a detokenizer for one choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one output adds to a choice."""
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason | None = None
+
+
+class ChoiceText:
+    """Feeds the outputs of one choice to its detokenizer; stop conditions hold in emission order."""
+
+    def __init__(self, detokenizer: Detokenizer, include_stop: bool) -> None:
+        self._detokenizer = detokenizer
+        self._include_stop = include_stop
+
+    def add(self, output: RequestOutput) -> TextDelta:
+        """The text of `output`; `finish_reason` is STOP as soon as a stop string is complete."""
+        num_tokens = len(output.token_ids)
+        # The token that stopped the engine (end of text or a stop token id) is counted and not shown.
+        hidden = int(output.finish_reason is FinishReason.STOP and not self._include_stop)
+        pushed = self._detokenizer.push(output.token_ids[: max(0, num_tokens - hidden)])
+        if pushed.stopped:
+            return TextDelta(pushed.text, pushed.num_tokens, FinishReason.STOP)
+        if output.finish_reason is None:
+            return TextDelta(pushed.text, num_tokens)
+        text = pushed.text + self._detokenizer.flush()
+        reason = FinishReason.STOP if self._detokenizer.stopped else output.finish_reason
+        return TextDelta(text, num_tokens, reason)

@@ -1,0 +1,1 @@
+"""Tests that start a local Ray cluster: `pytest -m ray`."""

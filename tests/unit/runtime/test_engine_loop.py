@@ -1,0 +1,214 @@
+"""The step loop with a fake engine and in-process sockets: who gets which message, and what ends it."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from dspark_ray.core.clock import ManualClock
+from dspark_ray.core.config import parse_app_config
+from dspark_ray.core.types import FinishReason, Request, SamplingParams, StepPlan
+from dspark_ray.runtime import transport
+from dspark_ray.runtime.engine_loop import EngineLoop
+from dspark_ray.runtime.messages import (
+    Abort,
+    ApplyPlan,
+    Ends,
+    Message,
+    Rejected,
+    Stop,
+    Submit,
+    Tokens,
+    encode,
+)
+from dspark_ray.runtime.transport import IDLE_MS, STALLED_MS, Inbox, Outboxes, receive_all
+from tests.fakes import POISON_TOKEN, FakeEngine, echo
+
+CONFIG = parse_app_config({"model": {"max_model_len": 64}, "engine": {"max_running": 2, "max_waiting": 1}})
+PROMPT = (11, 12, 13)
+GENERATION = 5
+
+
+class Bench:
+    """A loop, and the inboxes of one server and two ingresses."""
+
+    numbers = itertools.count()
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.clock = ManualClock()
+        self.engine = FakeEngine(CONFIG, step_ms=0.0, clock=self.clock)
+        self.sockets: dict[str, zmq.Socket] = {}
+        self.address = {name: self.bind(name) for name in ("engine", "server", "ingress-a", "ingress-b")}
+        inbox = Inbox(self.sockets["engine"], self.address["engine"])
+        outboxes = Outboxes(self.context, self.clock)
+        self.loop = EngineLoop(self.engine, GENERATION, inbox, outboxes, self.clock)
+        self.to_engine = self.context.socket(zmq.PUSH)
+        self.to_engine.connect(self.address["engine"])
+
+    def bind(self, name: str, high_water_mark: int = 1000) -> str:
+        address = f"inproc://{name}-{next(self.numbers)}"
+        self.sockets[name] = self.context.socket(zmq.PULL)
+        self.sockets[name].setsockopt(zmq.RCVHWM, high_water_mark)
+        self.sockets[name].bind(address)
+        return address
+
+    def send(self, *messages: Message) -> None:
+        for message in messages:
+            self.to_engine.send(encode(message))
+
+    def submit(
+        self, request_id: str, ingress: str = "ingress-a", prompt: tuple[int, ...] = PROMPT, **kw: Any
+    ) -> None:
+        sampling = SamplingParams(**{"max_tokens": 7, **kw})
+        request = Request(request_id, prompt, sampling, reply_address=self.address[ingress])
+        self.send(Submit(request, self.address["server"]))
+
+    def received(self, name: str) -> list[Any]:
+        return receive_all(self.sockets[name])
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.turn()
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def test_one_message_a_step_carries_all_streams_of_an_ingress(bench: Bench) -> None:
+    bench.submit("r1")
+    bench.submit("r2")
+    bench.turn()
+    (message,) = bench.received("ingress-a")
+    assert isinstance(message, Tokens)
+    assert (message.generation, message.inbox_address) == (GENERATION, bench.address["engine"])
+    assert [emission.output.request_id for emission in message.emissions] == ["r1", "r2"]
+    assert bench.received("server") == []
+
+
+def test_tokens_go_to_their_ingress_and_ends_to_the_server(bench: Bench) -> None:
+    bench.submit("r1", "ingress-a")
+    bench.submit("r2", "ingress-b")
+    bench.turn(3)
+    for name, request_id in (("ingress-a", "r1"), ("ingress-b", "r2")):
+        emissions = [emission for message in bench.received(name) for emission in message.emissions]
+        assert [emission.offset for emission in emissions] == [0, 3, 6]
+        tokens = [token for emission in emissions for token in emission.output.token_ids]
+        assert tokens == [echo(PROMPT, position) for position in range(7)]
+        assert emissions[-1].output.request_id == request_id
+        assert emissions[-1].output.finish_reason is FinishReason.LENGTH
+    (ends,) = bench.received("server")
+    assert isinstance(ends, Ends)
+    assert [output.request_id for output in ends.outputs] == ["r1", "r2"]
+    assert ends.outputs[0].token_ids == ()
+    assert ends.outputs[0].usage is not None
+    assert ends.outputs[0].usage.completion_tokens == 7
+
+
+def test_refusals_go_to_the_server(bench: Bench) -> None:
+    bench.submit("long", max_tokens=1000)
+    for k in range(4):
+        bench.submit(f"r{k}")
+    bench.submit("r0")
+    bench.turn()
+    rejected = {message.message: message for message in bench.received("server")}
+    assert [message.queue_full for message in rejected.values()] == [False, True, False]
+    first = next(iter(rejected.values()))
+    assert isinstance(first, Rejected)
+    assert (first.request_id, first.code, first.status) == ("long", "context_length_exceeded", 400)
+    assert "in use" in list(rejected)[-1]
+
+
+def test_an_abort_ends_with_the_usage_and_frees(bench: Bench) -> None:
+    bench.submit("r1", max_tokens=50)
+    bench.turn()
+    bench.send(Abort("r1"), Abort("r1"), Abort("unknown"))
+    bench.turn()
+    (ends,) = bench.received("server")
+    (output,) = ends.outputs
+    assert output.finish_reason is FinishReason.ABORT
+    assert output.usage is not None
+    assert output.usage.completion_tokens == 3
+    assert bench.received("ingress-a")[-1].emissions[0].output.finish_reason is FinishReason.ABORT
+    assert not bench.engine.has_work()
+
+
+def test_a_failing_step_tells_everyone_and_ends_the_loop(bench: Bench) -> None:
+    bench.submit("good", "ingress-a")
+    bench.submit("bad", "ingress-b", prompt=(POISON_TOKEN,))
+    with pytest.raises(RuntimeError, match="poisoned"):
+        bench.loop.run()
+    for name in ("ingress-a", "ingress-b"):
+        assert bench.received(name)[-1].emissions[0].output.finish_reason is FinishReason.ERROR
+    assert {output.request_id for output in bench.received("server")[0].outputs} == {"good", "bad"}
+
+
+def test_stop_ends_the_loop_and_what_runs(bench: Bench) -> None:
+    bench.submit("r1", max_tokens=50)
+    bench.turn()
+    bench.send(Stop())
+    bench.loop.run()
+    assert bench.received("server")[-1].outputs[0].finish_reason is FinishReason.ERROR
+
+
+def test_only_plans_for_this_incarnation_are_applied(bench: Bench) -> None:
+    bench.send(ApplyPlan(StepPlan("me", GENERATION - 1, 1, "local")))
+    bench.turn()
+    assert bench.engine.stats().plan_age_ms is None
+    bench.send(ApplyPlan(StepPlan("me", GENERATION, 1, "local")))
+    bench.turn()
+    assert bench.engine.stats().plan_age_ms == 0.0
+
+
+def test_stray_packets_do_not_stop_the_loop(bench: Bench) -> None:
+    bench.to_engine.send(b"junk")
+    bench.send(Ends(1, ()))
+    bench.submit("r1")
+    bench.turn()
+    assert len(bench.received("ingress-a")) == 1
+
+
+def test_a_peer_that_takes_nothing_loses_its_requests(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "INBOX_MESSAGES", 1)
+    bench.address["slow"] = bench.bind("slow", high_water_mark=1)
+    bench.submit("gone", "slow", max_tokens=50)
+    bench.submit("r1", max_tokens=50)
+    for _ in range(6):
+        bench.turn()
+        bench.received("ingress-a")
+    bench.clock.advance(STALLED_MS + 1)
+    bench.turn()
+    assert bench.engine.usage("gone") is None
+    assert bench.engine.usage("r1") is not None
+
+
+def test_a_wrong_address_harms_nobody(bench: Bench) -> None:
+    bench.send(Submit(Request("odd", PROMPT, SamplingParams(), reply_address="inproc://"), "inproc://"))
+    bench.submit("r1")
+    bench.turn(6)
+    assert bench.received("server")[0].outputs[0].request_id == "r1"
+
+
+def test_unused_outboxes_are_closed(bench: Bench) -> None:
+    bench.submit("r1", max_tokens=1)
+    bench.turn()
+    bench.clock.advance(IDLE_MS + 1)
+    bench.submit("r2", "ingress-b", max_tokens=1)
+    bench.turn()
+    assert set(bench.loop._outboxes._by_address) == {bench.address["ingress-b"], bench.address["server"]}
+
+
+def test_the_snapshot_is_exact_when_idle(bench: Bench) -> None:
+    bench.submit("r1")
+    bench.turn(3)
+    assert bench.loop.snapshot.counters.emitted_tokens == 7
+    assert bench.loop.snapshot.num_running == 0

@@ -1,0 +1,117 @@
+"""Reports in, plans out: shares of a cap, stale reports, silent replicas, tables by digest."""
+
+import numpy as np
+import pytest
+
+from dspark_ray.core.clock import ManualClock
+from dspark_ray.core.config import SchedulerConfig
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.types import SurvivalReport
+from dspark_ray.runtime.fleet_scheduler import FleetScheduler
+from dspark_ray.scheduling.step_table import StepTable
+
+TABLE = StepTable(np.array([1, 64]), np.array([5.0, 20.0]))
+CAPPED = SchedulerConfig(policy="shared_cap", cap_draft_tokens_per_s=100.0, plan_ttl_ms=1000.0)
+
+
+def report(
+    replica_id: str = "a", sequence: int = 1, generation: int = 1, *, table: bool = True
+) -> SurvivalReport:
+    return SurvivalReport(
+        replica_id=replica_id,
+        generation=generation,
+        sequence=sequence,
+        survival=np.tile(np.array([0.8, 0.6, 0.4], np.float32), (4, 1)),
+        base_rows=4,
+        num_running=4,
+        num_waiting=0,
+        table_digest=TABLE.digest,
+        table=TABLE.to_dict() if table else None,
+        budget_tokens=6.0,
+    )
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def fleet(clock: ManualClock) -> FleetScheduler:
+    return FleetScheduler("app", CAPPED, clock)
+
+
+def share(fleet: FleetScheduler, replica_id: str, sequence: int) -> float:
+    reply = fleet.report(report(replica_id, sequence))
+    assert reply.plan is not None
+    assert reply.plan.draft_tokens_per_s is not None
+    return reply.plan.draft_tokens_per_s
+
+
+def test_a_cap_is_shared_and_halved(fleet: FleetScheduler) -> None:
+    assert share(fleet, "a", 1) == pytest.approx(100.0)
+    assert share(fleet, "b", 1) == pytest.approx(50.0)
+    assert share(fleet, "a", 2) == pytest.approx(50.0)
+    fleet.set_cap(50.0)
+    assert share(fleet, "a", 3) == pytest.approx(25.0)
+    assert share(fleet, "b", 2) == pytest.approx(25.0)
+    fleet.remove("b")
+    assert share(fleet, "a", 4) == pytest.approx(50.0)
+
+
+def test_plans_carry_identity_number_and_lifetime(fleet: FleetScheduler) -> None:
+    plan = fleet.report(report("a", sequence=7, generation=3)).plan
+    assert plan is not None
+    assert (plan.replica_id, plan.generation, plan.sequence, plan.ttl_ms) == ("a", 3, 7, 1000.0)
+
+
+def test_stale_reports_get_no_plan(fleet: FleetScheduler) -> None:
+    fleet.report(report("a", sequence=5, generation=2))
+    assert fleet.report(report("a", sequence=5, generation=2)).plan is None
+    assert fleet.report(report("a", sequence=9, generation=1)).plan is None
+    assert fleet.report(report("a", sequence=1, generation=3)).plan is not None
+
+
+def test_silent_replicas_leave_the_view(fleet: FleetScheduler, clock: ManualClock) -> None:
+    share(fleet, "b", 1)
+    clock.advance(600.0)
+    assert share(fleet, "a", 1) == pytest.approx(50.0)
+    clock.advance(600.0)
+    assert share(fleet, "a", 2) == pytest.approx(100.0)
+    assert list(fleet.state()["replicas"]) == ["a"]
+
+
+def test_tables_are_asked_for_once(fleet: FleetScheduler) -> None:
+    assert not fleet.report(report("a", 1, table=False)).knows_table
+    assert fleet.report(report("a", 2, table=True)).knows_table
+    assert fleet.report(report("b", 1, table=False)).knows_table
+
+
+def test_a_broken_table_harms_nobody(fleet: FleetScheduler) -> None:
+    broken = report("a", 1)
+    broken.table["format"] = "other"  # type: ignore[index]
+    reply = fleet.report(broken)
+    assert reply.plan is not None
+    assert not reply.knows_table
+
+
+def test_only_a_policy_with_a_cap_takes_one(clock: ManualClock, fleet: FleetScheduler) -> None:
+    with pytest.raises(ConfigError, match="shared_cap"):
+        FleetScheduler("app", SchedulerConfig(), clock).set_cap(5.0)
+    for wrong in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError):
+            fleet.set_cap(wrong)
+    fleet.set_cap(None)
+    plan = fleet.report(report()).plan
+    assert plan is not None
+    assert plan.draft_tokens_per_s is None
+
+
+def test_the_same_configuration_keeps_the_cap_and_another_replaces_it(fleet: FleetScheduler) -> None:
+    fleet.set_cap(10.0)
+    fleet.configure(CAPPED)
+    assert fleet.state()["cap_draft_tokens_per_s"] == 10.0
+    fleet.configure(CAPPED.model_copy(update={"cap_draft_tokens_per_s": 70.0}))
+    assert fleet.state()["cap_draft_tokens_per_s"] == 70.0
+    fleet.configure(SchedulerConfig())
+    assert fleet.state()["policy"] == "local"

@@ -1,0 +1,61 @@
+"""Every message survives the wire; nothing else does."""
+
+import msgpack
+import pytest
+
+from dspark_ray.core.types import FinishReason, Request, RequestOutput, RequestUsage, SamplingParams, StepPlan
+from dspark_ray.runtime.messages import (
+    Abort,
+    ApplyPlan,
+    Emission,
+    Ends,
+    Message,
+    MessageError,
+    Rejected,
+    Stop,
+    Submit,
+    Tokens,
+    decode,
+    encode,
+)
+
+SAMPLING = SamplingParams(0.5, 0.9, 40, 0.1, (1 << 63) + 5, 7, (1, 2), True)
+REQUEST = Request("r", (1, 2, 3), SAMPLING, (4, 5), "tcp://127.0.0.1:1")
+USAGE = RequestUsage(1, 2, 3, 4, 5, 6)
+FINAL = RequestOutput("r", (7, 8), FinishReason.STOP, USAGE)
+
+MESSAGES: list[Message] = [
+    Submit(REQUEST, "tcp://127.0.0.1:2"),
+    Submit(Request("q", (1,), SamplingParams()), ""),
+    Abort("r"),
+    ApplyPlan(StepPlan("a", 3, 4, "shared_cap", 12.5, 100.0)),
+    ApplyPlan(StepPlan("a", 3, 4, "local")),
+    Stop(),
+    Tokens(9, "tcp://127.0.0.1:3", (Emission(0, RequestOutput("r", (1,))), Emission(5, FINAL))),
+    Ends(9, (FINAL, RequestOutput("q", (), FinishReason.ERROR, error="why"))),
+    Rejected(9, "r", "too long", False, "max_tokens", 400, "context_length_exceeded"),
+    Rejected(9, "r", "full", queue_full=True),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"",
+        b"GET / HTTP/1.1",
+        msgpack.packb(5),
+        msgpack.packb([]),
+        msgpack.packb(["Unknown", 1]),
+        msgpack.packb(["Submit"]),
+        msgpack.packb(["Ends", 1, [["r", [], "nonsense", None, ""]]]),
+        msgpack.packb([["Submit"], 1]),
+    ],
+)
+def test_anything_else_is_refused(packet: bytes) -> None:
+    with pytest.raises(MessageError):
+        decode(packet)

@@ -1,0 +1,211 @@
+"""What clients may send, what is refused, and in which words."""
+
+from typing import Any
+
+import pytest
+
+from dspark_ray.core.errors import RequestError
+from dspark_ray.serving.json_body import parse_object, read_body
+from dspark_ray.serving.parsing import ServedModel, parse_chat, parse_completion
+from dspark_ray.serving.unsupported import IGNORED, NO_OP_VALUES
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+class CharTokenizer:
+    """One token a character."""
+
+    vocab_size = 0x250
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+
+
+MODEL = ServedModel("m", 64, CharTokenizer())
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": USER, **fields}
+
+
+def refused(body: dict[str, Any], parse: Any = parse_chat) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        parse(body, MODEL)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"nul",
+        b'{"a": NaN}',
+        b'{"a": Infinity}',
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+)
+def test_broken_json_is_refused(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        parse_object(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+async def test_a_body_is_read_up_to_its_limit() -> None:
+    async def chunks() -> Any:
+        for _ in range(3):
+            yield b"ab"
+
+    assert await read_body(chunks(), None, limit_bytes=6) == b"ababab"
+    for length in (None, "7", "junk"):
+        with pytest.raises(RequestError) as caught:
+            await read_body(chunks(), length, limit_bytes=5)
+        assert caught.value.status == 413
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "hi", "extra": 1}]}, "messages.0.extra"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": float("inf")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": "x"}, "seed"),
+        ({"seed": 1 << 63}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"stop": ""}, "stop.0"),
+        ({"stop": [1]}, "stop.0"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids.0"),
+        ({"stop_token_ids": [0x250]}, "stop_token_ids"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {"include_usage": True}}, None),
+        ({"stream": True, "stream_options": {"wrong": True}}, "stream_options.wrong"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"max_tokens": 3.0}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, None),
+        ({"ignore_eos": "no"}, "ignore_eos"),
+        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(fields: dict[str, Any], param: str | None) -> None:
+    error = refused(chat(**fields))
+    assert (error.status, error.param) == (400, param)
+    assert error.message
+
+
+@pytest.mark.parametrize("name", sorted(NO_OP_VALUES))
+def test_a_known_parameter_passes_only_at_its_no_op(name: str) -> None:
+    for value in (None, *NO_OP_VALUES[name]):
+        parse_chat(chat(**{name: value}), MODEL)
+    error = refused(chat(**{name: "something else"}))
+    assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
+def test_booleans_are_not_numbers() -> None:
+    assert refused(chat(best_of=True)).param == "best_of"
+    assert refused(chat(echo=0)).param == "echo"
+
+
+def test_parameters_without_effect_are_accepted() -> None:
+    parse_chat(chat(**dict.fromkeys(IGNORED, "x")), MODEL)
+
+
+@pytest.mark.parametrize("parse", [parse_chat, parse_completion])
+def test_an_unknown_model_is_a_404_whatever_else_is_wrong(parse: Any) -> None:
+    error = refused({"model": "other", "nonsense": 1}, parse)
+    assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
+
+
+def test_missing_fields_are_named() -> None:
+    assert refused({"messages": USER}).code == "missing_required_parameter"
+    assert refused({"model": "m"}).param == "messages"
+    assert refused({"model": "m"}, parse_completion).param == "prompt"
+    assert refused({"model": 5, "messages": USER}).param == "model"
+
+
+def test_what_does_not_fit_the_context_is_refused() -> None:
+    long = refused(chat(messages=[{"role": "user", "content": "x" * 58}]))
+    assert (long.code, long.param) == ("context_length_exceeded", "messages")
+    huge = refused(chat(messages=[{"role": "user", "content": "x" * 64 * 300}]))
+    assert huge.code == "context_length_exceeded"
+    for limit in (57, 10**30):
+        beyond = refused(chat(max_tokens=limit))
+        assert (beyond.code, beyond.param) == ("context_length_exceeded", "max_tokens")
+    assert parse_chat(chat(max_tokens=56), MODEL).requests[0].sampling.max_tokens == 56
+
+
+def test_limits_default_to_the_rest_of_the_context_and_to_16() -> None:
+    assert parse_chat(chat(), MODEL).requests[0].sampling.max_tokens == 64 - len("<user>hi")
+    assert parse_chat(chat(max_completion_tokens=5), MODEL).requests[0].sampling.max_tokens == 5
+    completion = parse_completion({"model": "m", "prompt": "hi"}, MODEL)
+    assert completion.requests[0].sampling.max_tokens == 16
+
+
+def test_sampling_parameters_arrive() -> None:
+    job = parse_chat(
+        chat(temperature=0, top_p=0.5, top_k=0, min_p=0.1, seed=7, n=2, stop="x", stop_token_ids=[3]), MODEL
+    )
+    first, second = (request.sampling for request in job.requests)
+    assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.0, 0.5, None, 0.1)
+    assert (first.seed, second.seed) == (7, 8)
+    assert (job.stop, first.stop_token_ids) == (("x",), (3,))
+    assert len({request.request_id for request in job.requests}) == 2
+
+
+def test_content_parts_and_returned_answers_are_understood() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    answer = {"role": "assistant", "content": "c", "refusal": None, "tool_calls": None, "annotations": []}
+    messages = [{"role": "developer", "content": parts}, answer]
+    job = parse_chat(chat(messages=messages), MODEL)
+    assert job.requests[0].prompt_token_ids == tuple(map(ord, "<system>ab<assistant>c"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts"), [("ab", 1), (["ab", "c"], 2), ([5, 6], 1), ([[5], [6, 7], [8]], 3)]
+)
+def test_every_shape_of_a_prompt(prompt: Any, num_prompts: int) -> None:
+    job = parse_completion({"model": "m", "prompt": prompt, "n": 2}, MODEL)
+    assert len(job.requests) == 2 * num_prompts
+    assert job.prompt_tokens == sum(len(r.prompt_token_ids) for r in job.requests) // 2
+
+
+@pytest.mark.parametrize(
+    "prompt", [[], "", [[]], [1, "a"], [1.5], {"a": 1}, [-1], [0x250], [[0x250]], True, ["a"] * 129]
+)
+def test_wrong_prompts_are_refused(prompt: Any) -> None:
+    assert refused({"model": "m", "prompt": prompt}, parse_completion).status == 400
