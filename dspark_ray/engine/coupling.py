@@ -39,12 +39,12 @@ class Coupling:
         """Most credit kept, in tokens: one request's block at least, or a slow rate never fills one."""
         return max(rate_per_s * _BURST_S, float(self._budget.num_draft_tokens))
 
-    def plan_age_ms(self) -> float | None:
-        """Age of the live plan, or None; an expired plan stops coupling here."""
-        if self._plan is None:
-            return None
-        age_ms = self._clock.now_ms() - self._arrived_ms
-        if age_ms > self._plan.ttl_ms:
+    def expire(self) -> None:
+        """Called at every step: a plan past its time stops coupling."""
+        if self._plan is not None and self._clock.now_ms() - self._arrived_ms > self._plan.ttl_ms:
             self._plan, self._budget.bucket = None, None
-            return None
-        return age_ms
+
+    def plan_age_ms(self) -> float | None:
+        """Age of the live plan; None without one."""
+        self.expire()
+        return None if self._plan is None else self._clock.now_ms() - self._arrived_ms

@@ -134,6 +134,7 @@ class Engine:
 
     def _plan(self) -> list[Work]:
         """Lengths by the budget, then blocks for every row."""
+        self._coupling.expire()
         decoding = self.admission.decoding()
         decision = self.budget.choose(decoding, self._load(decoding), self._clock.now_ms())
         return self.admission.reserve(decoding, decision.lens.tolist())
