@@ -1,13 +1,12 @@
-"""Times the ops of a SmolLM2-135M step, all but the linears: compiled CPU version against the torch
-reference.
+"""Times the ops of a SmolLM2-135M step: compiled CPU version against the torch reference.
 
-    python benchmarks/kernels/bench_cpu_ops.py [--dtype bfloat16] [--threads 2] [--json
-    benchmarks/results/kernels_cpu.json]
+    python benchmarks/kernels/bench_cpu_ops.py --json benchmarks/results/kernels_cpu.json
 
-One "step" is 30 layers of two norms, RoPE with cache stores, attention over 300-token contexts and the SwiGLU
-gate. Each layer has its own cache, as in the model, so attention reads it from memory. The versions take
-turns, so that a busy machine slows both; the figure is the fastest of the repeats. "ops_us" is what one call
-of each op takes at one row.
+"steps": 30 layers of two norms, RoPE with cache stores, attention over 300-token contexts and the SwiGLU
+gate. "linears": the four projections of 30 layers. Each layer has its own cache and weights, as in the model,
+so both are read from memory. "ops_us": one call of each op at one row. The versions take turns, so that a
+busy machine slows them alike; the figure is the fastest of the repeats. With --threads 1 it is CPU time,
+which other processes disturb less, else wall time.
 """
 
 import argparse
@@ -25,6 +24,7 @@ from dspark_kernels.attention import PagedBatch
 from dspark_kernels.cpu_build import load_library
 from dspark_kernels.cpu_ops import CpuOps
 from dspark_kernels.dispatch import Ops
+from dspark_kernels.linear import PackedLinear, _onednn, _plain
 from torch import Tensor
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, DIM, INTERMEDIATE = 30, 576, 9, 3, 64, 1536
@@ -32,6 +32,13 @@ BLOCK_SIZE = 16
 EPS = 1e-5
 SHAPES = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4)]  # requests, rows of each
 PREFILL = (1, 300)
+LINEARS = [  # (out, in)
+    ((HEADS + 2 * KV_HEADS) * DIM, HIDDEN),
+    (HIDDEN, HEADS * DIM),
+    (2 * INTERMEDIATE, HIDDEN),
+    (HIDDEN, INTERMEDIATE),
+]
+LINEAR_ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +96,13 @@ def step(ops: Ops, x: Inputs) -> None:
 
 
 def fastest_ms(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     best = dict.fromkeys(functions, float("inf"))
     for _ in range(repeats):
         for name, function in functions.items():
-            started = time.perf_counter()
+            started = clock()
             function()
-            best[name] = min(best[name], (time.perf_counter() - started) * 1e3)
+            best[name] = min(best[name], (clock() - started) * 1e3)
     return best
 
 
@@ -125,6 +133,34 @@ def attend_all(ops: Ops, x: Inputs, q: Tensor) -> None:
         attend(ops, x, layer, q)
 
 
+def time_linears(dtype: torch.dtype, repeats: int) -> list[dict[str, float]]:
+    """Milliseconds of all linears of a step by rows: as the model runs them, by oneDNN, by F.linear."""
+    makers = {"packed": PackedLinear, "onednn": _onednn, "torch": _plain}
+    models: dict[str, list[list[Callable[[Tensor], Tensor]]]] = {name: [] for name in makers}
+    for _ in range(LAYERS):
+        weights = [torch.randn(size, dtype=dtype) for size in LINEARS]
+        for name, make in makers.items():
+            layer = [make(weight, None) for weight in weights]
+            models[name].append([multiply for multiply in layer if multiply is not None])
+    results = []
+    for rows in LINEAR_ROWS:
+        inputs = [torch.randn(rows, size[1], dtype=dtype) for size in LINEARS]
+        functions: dict[str, Callable[[], object]] = {}
+        for name, layers in models.items():
+            functions[name] = functools.partial(multiply_all, layers, inputs)
+        row: dict[str, float] = {"rows": rows}
+        row.update({name: round(ms, 3) for name, ms in fastest_ms(functions, repeats).items()})
+        results.append(row)
+        print(row, flush=True)
+    return results
+
+
+def multiply_all(layers: list[list[Callable[[Tensor], Tensor]]], inputs: list[Tensor]) -> None:
+    for layer in layers:
+        for multiply, x in zip(layer, inputs, strict=False):
+            multiply(x)
+
+
 def time_calls(versions: dict[str, Ops], dtype: torch.dtype, repeats: int) -> dict[str, dict[str, float]]:
     """Microseconds of one call at one row and a 16-token context: mostly the cost of calling."""
     x = make_inputs(1, 1, 16, dtype)
@@ -152,7 +188,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--context", type=int, default=300)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dtype = getattr(torch, arguments.dtype)
@@ -164,6 +200,7 @@ def main() -> None:
             "dtype": arguments.dtype,
             "threads": arguments.threads,
             "context": arguments.context,
+            "linears_ms": time_linears(dtype, arguments.repeats),
             "steps": time_steps(versions, dtype, arguments.repeats, arguments.context),
             "ops_us": time_calls(versions, dtype, arguments.repeats),
         }

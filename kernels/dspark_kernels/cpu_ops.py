@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dspark_kernels import torch_ops
+from dspark_kernels import huge_pages, torch_ops
 
 if TYPE_CHECKING:
     from dspark_kernels.attention import PagedBatch
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the code of each supported type in csrc/cpu_ops.cpp
 HEAD_DIM_MULTIPLE = 32  # two of the widest vectors: RoPE rotates halves, bf16 attention multiplies pairs
 MAX_HEAD_DIM = 1024  # the padding row of csrc/attention.h
+
+LINEAR_PANEL = 32  # outputs are padded to this, see csrc/linear.h
 
 _INT, _LONG, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -39,6 +41,11 @@ class CpuOps:
         self._attention = _bind(
             library, "dspark_attention", _INT, *[_POINTER] * 9, *[_LONG] * 8, _FLOAT, _INT
         )
+
+        library.dspark_has_linear.restype = _INT
+        self.has_linear = bool(library.dspark_has_linear())
+        self._pack = _bind(library, "dspark_pack_linear", _POINTER, _LONG, _LONG, _POINTER)
+        self._linear = _bind(library, "dspark_linear", *[_POINTER] * 4, *[_LONG] * 3, _INT)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
@@ -193,6 +200,38 @@ class CpuOps:
             eps,
             torch.get_num_threads(),
         )
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """weight [out, in] bf16, `in` even → its panels, and the bias in fp32, for `linear`."""
+        assert self.has_linear
+        out_features, in_features = weight.shape
+        padded = -(-out_features // LINEAR_PANEL) * LINEAR_PANEL
+        panels = huge_pages.empty((padded, in_features), weight.dtype)
+        weight = weight.contiguous()
+        self._pack(weight.data_ptr(), out_features, in_features, panels.data_ptr())
+        padded_bias = torch.zeros(padded)
+        if bias is not None:
+            padded_bias[:out_features] = bias
+        return panels, padded_bias
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor, out_features: int) -> Tensor:
+        """x [N, in] bf16 → [N, out]."""
+        x = x.contiguous()
+        rows, in_features = x.shape
+        assert x.dtype == torch.bfloat16
+        assert in_features == panels.shape[1]
+        out = x.new_empty((rows, out_features))
+        self._linear(
+            x.data_ptr(),
+            panels.data_ptr(),
+            bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            in_features,
+            out_features,
+            torch.get_num_threads(),
+        )
+        return out
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBatch", scale: float

@@ -1,41 +1,55 @@
-"""A linear layer whose weight is stored in the layout the CPU's matrix multiply wants."""
+"""A linear layer whose weight is stored in the layout that the CPU's matrix multiply wants."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACK_ROWS = 32  # row count the layout is chosen for
+from dspark_kernels.cpu_ops import CpuOps
+from dspark_kernels.dispatch import cpu_version
+
+Multiply = Callable[[Tensor], Tensor]
+# oneDNN chooses its layout for a number of rows; from 1 to 256 it chose the same one.
+ONEDNN_ROWS = 32
 
 
 class PackedLinear:
-    """x @ weight.T + bias for inference. On a CPU in bf16 the weight is reordered once by oneDNN; elsewhere
-    F.linear.
+    """x @ weight.T + bias, for inference. weight [out, in], bias [out] or None.
 
-    Keeps only the reordered weight: drop the original to save its memory. weight [out, in], bias [out] or
-    None.
+    In bf16 on a CPU the weight is laid out anew, once: by the compiled version where the CPU has AVX-512 BF16
+    (but no AMX, which oneDNN uses better), else by oneDNN. Everywhere else it is F.linear. Only one layout is
+    kept: drop the original weight to save its memory.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self.bias = bias
-        self.packed = _can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self.packed else weight
+        self._multiply = _compiled(weight, bias) or _onednn(weight, bias) or _plain(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] → [N, out]."""
-        if self.packed:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self.bias, "none", [], "")
-        return F.linear(x, self._weight, self.bias)
+        return self._multiply(x)
 
 
-def _can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN has this layout here; fp32 gains nothing from it."""
-    if (
-        weight.device.type != "cpu"
-        or weight.dtype != torch.bfloat16
-        or not torch.backends.mkldnn.is_available()
-    ):
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and hasattr(
-        torch.ops.mkldnn, "_linear_pointwise"
-    )
+def _compiled(weight: Tensor, bias: Tensor | None) -> Multiply | None:
+    if not weight.is_cpu or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
+        return None
+    ops, out_features = cpu_version(), weight.shape[0]
+    if not isinstance(ops, CpuOps) or not ops.has_linear or torch.cpu._is_amx_tile_supported():
+        return None
+    panels, bias32 = ops.pack_linear(weight, bias)
+    return lambda x: ops.linear(x, panels, bias32, out_features)
+
+
+def _onednn(weight: Tensor, bias: Tensor | None) -> Multiply | None:
+    if not weight.is_cpu or weight.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return None
+    onednn = torch.ops.mkldnn
+    if not onednn._is_mkldnn_bf16_supported() or not hasattr(onednn, "_linear_pointwise"):
+        return None
+    packed = onednn._reorder_linear_weight(weight, ONEDNN_ROWS)
+    return lambda x: onednn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def _plain(weight: Tensor, bias: Tensor | None) -> Multiply:
+    return lambda x: F.linear(x, weight, bias)

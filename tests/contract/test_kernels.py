@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from dspark_kernels import dispatch, torch_ops
+from dspark_kernels import dispatch, huge_pages, linear, torch_ops
 from dspark_kernels.attention import PagedBatch, block_attention, paged_attention
 from dspark_kernels.cpu_build import BuildError, load_library
 from dspark_kernels.cpu_ops import CpuOps
@@ -277,14 +277,59 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_on_any_threads(cpu, dtype)
 # -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "rows", "bias"), cases(DTYPES, (1, 5, 70), (False, True)))
-def test_packed_linear_equals_linear(dtype, rows, bias):
-    weight, offset = torch.randn(96, 160).to(dtype), torch.randn(96).to(dtype) if bias else None
-    x = torch.randn(rows, 160).to(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "bias", "size"),
+    cases(DTYPES, (0, 1, 5, 13, 70), (False, True), ((96, 160), (50, 31), (33, 64))),
+)
+def test_packed_linear_equals_linear(dtype, rows, bias, size):
+    weight, offset = torch.randn(size).to(dtype), torch.randn(size[0]).to(dtype) if bias else None
+    x = torch.randn(rows, size[1]).to(dtype)
     with torch.inference_mode():
-        linear = PackedLinear(weight, offset)
-        assert (linear.out_features, linear.in_features) == (96, 160)
-        assert_same(linear(x), torch.nn.functional.linear(x, weight, offset))
+        packed = PackedLinear(weight, offset)
+        assert (packed.out_features, packed.in_features) == size
+        result = packed(x)
+    assert result.shape == (rows, size[0])
+    if rows:
+        exact = torch.nn.functional.linear(
+            x.double(), weight.double(), None if offset is None else offset.double()
+        )
+        assert_same(result, exact.to(dtype))
+
+
+def test_each_layout_of_a_linear_equals_the_plain_one(cpu):
+    weight, offset, x = (
+        torch.randn(96, 64).bfloat16(),
+        torch.randn(96).bfloat16(),
+        torch.randn(7, 64).bfloat16(),
+    )
+    expected = linear._plain(weight, offset)(x)
+    assert_same(cpu_linear(cpu, weight, offset)(x), expected)
+    onednn = linear._onednn(weight, offset)
+    if onednn is not None:
+        assert_same(onednn(x), expected)
+
+
+def cpu_linear(cpu, weight, offset):
+    if not cpu.has_linear:
+        pytest.skip("this CPU has no compiled linear")
+    panels, bias = cpu.pack_linear(weight, offset)
+    return lambda x: cpu.linear(x, panels, bias, weight.shape[0])
+
+
+def test_a_row_of_a_linear_has_the_same_bits_in_any_batch(cpu):
+    multiply = cpu_linear(cpu, torch.randn(100, 576).bfloat16(), None)
+    x = torch.randn(40, 576).bfloat16()
+    together = multiply(x)
+    for rows in (1, 2, 7, 13, 39):
+        assert torch.equal(multiply(x[:rows]), together[:rows])
+
+
+def test_huge_page_tensors_are_separate_and_aligned():
+    first, second = huge_pages.empty((3, 5), torch.float32), huge_pages.empty((7,), torch.bfloat16)
+    big = huge_pages.empty((huge_pages.CHUNK_BYTES + 100,), torch.uint8)
+    first.fill_(1), second.fill_(2), big.fill_(3)
+    assert (first.sum(), second.sum()) == (15, 14)
+    assert all(x.data_ptr() % huge_pages.ALIGNMENT == 0 for x in (first, second, big))
 
 
 # --- dispatch

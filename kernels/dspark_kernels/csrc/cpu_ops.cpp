@@ -1,4 +1,4 @@
-// The CPU versions of the ops: norm, activation, RoPE with cache stores, paged attention. Plain pointers in, no torch
+// The CPU versions of the ops: norm, activation, RoPE with cache stores, paged attention, linear. Plain pointers in, no torch
 // headers, so that the file compiles in seconds. Every function takes `type` (0: fp32, 1: bf16) and `threads`, and
 // computes each output row the same way whatever else is in the batch and however many threads run.
 
@@ -14,6 +14,7 @@
 #include "vec.h"
 
 #include "attention.h"
+#include "linear.h"
 
 namespace {
 
@@ -154,6 +155,28 @@ void dspark_attention(int type, const void* q, const void* k_block, const void* 
     attention::run<bf16>(a, threads);
   else
     attention::run<float>(a, threads);
+}
+
+// Whether dspark_linear does anything on this CPU.
+int dspark_has_linear() {
+#if defined(__AVX512BF16__)
+  return 1;
+#else
+  return 0;
+#endif
+}
+
+void dspark_pack_linear(const void* weight, int64_t out, int64_t in, void* panels) {
+  linear::pack((const bf16*)weight, out, in, (uint32_t*)panels);
+}
+
+void dspark_linear(const void* x, const void* panels, const void* bias, void* result, int64_t rows, int64_t in,
+                   int64_t out, int threads) {
+#if defined(__AVX512BF16__)
+  linear::multiply((const bf16*)x, (const uint32_t*)panels, (const float*)bias, (bf16*)result, rows, in, out, threads);
+#else
+  (void)x, (void)panels, (void)bias, (void)result, (void)rows, (void)in, (void)out, (void)threads;
+#endif
 }
 
 }  // extern "C"
