@@ -1,0 +1,148 @@
+"""Measures a step table: target step time by rows and by context, drafting time by requests.
+
+All sizes are measured in turn, several times over, and each gets the median of its rounds: a disturbance of
+the machine then hits one round of many sizes, not all rounds of one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dspark_ray.core.clock import Clock, SystemClock
+from dspark_ray.engine.engine import Engine
+from dspark_ray.profiling.step_timer import StepTimer
+from dspark_ray.scheduling.step_table import StepTable
+
+OnProgress = Callable[[float], None]
+
+_MIN_SIZES = 4  # sizes of a target step that are measured however long they take
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What is measured. Sizes beyond the engine's limits are left out."""
+
+    rows: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+    requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    context_tokens: int = 256  # of each request
+    long_context_tokens: int = 1024  # the second point of the fit of the context's cost
+    rounds: int = 5
+    max_s: float = 12.0  # no further round is begun after this; twice this, and the first one is cut short
+
+
+def profile_engine(
+    engine: Engine,
+    *,
+    settings: ProfileSettings | None = None,
+    made_from: dict[str, Any] | None = None,
+    on_progress: OnProgress | None = None,
+    clock: Clock | None = None,
+) -> StepTable:
+    """The table of an idle engine, which is idle and unchanged afterwards; takes seconds.
+
+    `on_progress` is told the finished share in [0, 1].
+    """
+    clock = clock or SystemClock()
+    timer = StepTimer(engine, clock)
+    try:
+        return _Profile(timer, settings or ProfileSettings(), on_progress or (lambda share: None), clock).run(
+            made_from or {}
+        )
+    finally:
+        timer.close()
+
+
+class _Profile:
+    """One profiling run: the samples of every size, round by round."""
+
+    def __init__(
+        self, timer: StepTimer, settings: ProfileSettings, on_progress: OnProgress, clock: Clock
+    ) -> None:
+        self._timer, self._settings, self._on_progress, self._clock = timer, settings, on_progress, clock
+        limits = timer.engine.config.engine
+        rows = _grid(settings.rows, limits.max_step_rows)
+        requests = _grid(settings.requests, limits.max_running) if timer.engine.drafter else []
+        self._draft: list[_Point] = [
+            _Point(count, partial(timer.draft_ms, count, settings.context_tokens)) for count in requests
+        ]
+        self._context = [self._step(*size) for size in self._context_pair(min(16, limits.max_running))]
+        self._verify = [self._step(count, settings.context_tokens, None) for count in rows]
+
+    def _context_pair(self, num_requests: int) -> list[tuple[int, int, int]]:
+        """The same rows over a short and a long context; no pair where contexts cannot differ."""
+        long = min(self._settings.long_context_tokens, self._timer.max_context)
+        short = min(self._settings.context_tokens // 4, long)
+        return [(num_requests, context, num_requests) for context in (short, long)] if short < long else []
+
+    def _step(self, num_rows: int, context: int, num_requests: int | None) -> "_Point":
+        step = self._timer.target_step(num_rows, context, num_requests)
+        return _Point(num_rows, partial(self._timer.verify_ms, step), step.context_tokens)
+
+    def run(self, made_from: dict[str, Any]) -> StepTable:
+        for first in (self._verify[0], *self._draft[:1]):
+            first.measure()  # first-use costs
+        self._started_ms = self._clock.now_ms()
+        for number in range(self._settings.rounds):
+            if number > 0 and self._elapsed_s() > self._settings.max_s:
+                break
+            self._round()
+            self._on_progress((number + 1) / self._settings.rounds)
+        context_ms = self._context_ms()
+        verify = [point for point in self._verify if point.samples]
+        return StepTable(
+            rows=np.array([point.size for point in verify]),
+            verify_ms=np.array([_without_context(point, context_ms) for point in verify]),
+            requests=np.array([point.size for point in self._draft], dtype=np.int64),
+            draft_ms=np.array([point.median_ms for point in self._draft]),
+            context_ms_per_token=context_ms,
+            made_from=made_from,
+        )
+
+    def _round(self) -> None:
+        """Each size once, the big ones last: on a machine too slow for them they are extrapolated."""
+        for done, point in enumerate([*self._draft, *self._context, *self._verify]):
+            too_late = self._elapsed_s() > 2 * self._settings.max_s
+            if too_late and done >= len(self._draft) + len(self._context) + _MIN_SIZES:
+                break
+            point.samples.append(point.measure())
+
+    def _elapsed_s(self) -> float:
+        return (self._clock.now_ms() - self._started_ms) / 1e3
+
+    def _context_ms(self) -> float:
+        """Slope between the two context points, never negative. → ms a cached token"""
+        if not self._context:
+            return 0.0
+        short, long = self._context
+        slope = (long.median_ms - short.median_ms) / (long.context_tokens - short.context_tokens)
+        return max(0.0, slope)
+
+
+@dataclass(slots=True)
+class _Point:
+    """One size to be measured, and its samples."""
+
+    size: int  # rows or requests
+    measure: Callable[[], float]  # → ms
+    context_tokens: int = 0
+    samples: list[float] = field(default_factory=list)
+
+    @property
+    def median_ms(self) -> float:
+        return float(np.median(self.samples))
+
+
+def _without_context(point: _Point, context_ms: float) -> float:
+    """The median less the context's share, which the table adds for the context it is asked for.
+
+    Half of it at least stays: the context's cost was fitted on another size of step.
+    """
+    return max(point.median_ms - context_ms * point.context_tokens, 0.5 * point.median_ms)
+
+
+def _grid(sizes: Sequence[int], limit: int) -> list[int]:
+    """The sizes up to `limit`, and `limit` itself."""
+    return sorted({size for size in sizes if size < limit} | {limit})

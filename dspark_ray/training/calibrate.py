@@ -1,0 +1,93 @@
+"""Fits the temperatures of a drafter's confidences from drafts that were verified in full.
+
+One vector for each acceptance rule: greedy texts for `greedy`, texts at temperature 1 for `rejection`. How
+far the survivals are off is told on prompts that were held out of the fit; the temperatures that are kept are
+then fitted on all prompts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_ray.calibration.reliability import ece
+from dspark_ray.calibration.sts import fit_temperatures, scaled_confidences, survival_outcomes
+from dspark_ray.calibration.temperatures import Temperatures
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.engine.draft_log import DraftRecord
+
+HELD_OUT_EVERY = 3  # one prompt in this many is held out of the fit that is judged
+MIN_DRAFTS = 200  # of one rule
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationReport:
+    """One rule's calibration; errors are those of survival, on held-out prompts, one a position."""
+
+    rule: str
+    num_drafts: int
+    temperatures: NDArray[np.float64]  # [γ]
+    ece_before: list[float]  # [γ] with T = 1
+    ece_after: list[float]  # [γ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The records of some prompts as arrays."""
+
+    logits: NDArray[np.float64]  # [N, γ]
+    num_accepted: NDArray[np.int64]  # [N]
+    num_verified: NDArray[np.int64]  # [N]
+
+    def fit(self) -> NDArray[np.float64]:
+        return fit_temperatures(self.logits, self.num_accepted, self.num_verified)
+
+    def errors(self, temperatures: NDArray[np.float64]) -> list[float]:
+        """ECE of survival at each position under these temperatures. [γ]"""
+        survival = np.cumprod(scaled_confidences(self.logits, temperatures), axis=1)
+        survived, known = survival_outcomes(self.num_accepted, self.num_verified, self.logits.shape[1])
+        return [
+            ece(survival[known[:, k], k], survived[known[:, k], k].astype(np.float64))
+            for k in range(self.logits.shape[1])
+        ]
+
+
+def calibrate(
+    records_by_rule: Mapping[str, Sequence[DraftRecord]], made_from: dict[str, object]
+) -> tuple[Temperatures, list[CalibrationReport]]:
+    """The temperatures and, for each rule, what they change. `ConfigError` for too few drafts."""
+    reports = [_calibrate_rule(rule, records) for rule, records in records_by_rule.items()]
+    by_rule = {report.rule: report.temperatures for report in reports}
+    counts = {report.rule: report.num_drafts for report in reports}
+    return Temperatures(by_rule, {**made_from, "drafts": counts}), reports
+
+
+def _calibrate_rule(rule: str, records: Sequence[DraftRecord]) -> CalibrationReport:
+    if len(records) < MIN_DRAFTS:
+        raise ConfigError(
+            f"{len(records)} drafts are too few to calibrate the rule {rule!r}; {MIN_DRAFTS} at least are "
+            "needed: take more prompts or a higher --max-tokens"
+        )
+    number = {name: index for index, name in enumerate(dict.fromkeys(r.request_id for r in records))}
+    held_out = [number[record.request_id] % HELD_OUT_EVERY == 0 for record in records]
+    judged = _stack([r for r, out in zip(records, held_out, strict=True) if out])
+    fitted = _stack([r for r, out in zip(records, held_out, strict=True) if not out]).fit()
+    return CalibrationReport(
+        rule=rule,
+        num_drafts=len(records),
+        temperatures=_stack(records).fit(),
+        ece_before=judged.errors(np.ones_like(fitted)),
+        ece_after=judged.errors(fitted),
+    )
+
+
+def _stack(records: Sequence[DraftRecord]) -> _Drafts:
+    logits = [record.confidence_logits for record in records]
+    if not logits or any(row is None for row in logits):
+        raise ConfigError("only drafts of a drafter with a confidence head, of several prompts, can be used")
+    return _Drafts(
+        np.array(logits, dtype=np.float64),
+        np.array([record.num_accepted for record in records], dtype=np.int64),
+        np.array([record.num_verified for record in records], dtype=np.int64),
+    )
