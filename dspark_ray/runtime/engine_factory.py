@@ -21,13 +21,13 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     import torch
 
-    from dspark_ray.engine.build import build_engine
     from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.profiling.cache import build_profiled_engine
 
     torch.set_num_threads(num_threads)
     model_dir = resolve_model(config.model.source)
     logger.info("loading %s from %s with %d threads", config.model.id, model_dir, num_threads)
-    engine = build_engine(config, model_dir=model_dir, engine_id=engine_id)
+    engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id)
     return LoadedEngine(engine, _canary_prompt(model_dir))
 
 

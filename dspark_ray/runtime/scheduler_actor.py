@@ -98,6 +98,8 @@ def find_or_start_scheduler(app_name: str, config: SchedulerConfig) -> Any:
         max_restarts=-1,
         max_task_retries=0,
         num_cpus=0,
+        # Whoever starts it is in a replica's placement group, which must not take it along.
+        scheduling_strategy="DEFAULT",
     ).remote(app_name, config)
 
 
