@@ -1,24 +1,60 @@
-"""What the commands share: consoles, the configuration file, and the options that many of them take."""
+"""What the commands share: consoles, options, the configuration file, and an engine in this process."""
 
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from dspark_ray.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from dspark_ray.core.config import AppConfig
+    from dspark_ray.core.types import RequestOutput
+    from dspark_ray.engine.engine import Engine
+    from dspark_ray.engine.offline import OnStep
+    from dspark_ray.models.tokenizer import Tokenizer
 
 out = Console(highlight=False)  # results
 err = Console(stderr=True, highlight=False)  # progress, warnings, errors
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
+MODES = ("off", "fixed", "threshold", "algorithm1", "adaptive")
 
-ConfigFile = Annotated[
-    Path,
-    typer.Option("--config", "-c", help="The YAML that `serve` takes.", exists=True, dir_okay=False),
+_PROMPT_SHAPES = "JSON lines with prompt, messages, turns or prompt_ids."
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", help="The YAML that `serve` takes.", metavar="FILE.yaml")
 ]
+PromptsOption = Annotated[Path, typer.Option("--prompts", "-p", help=_PROMPT_SHAPES, metavar="FILE.jsonl")]
+LimitOption = Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.", metavar="N")]
+ModeOption = Annotated[
+    str | None,
+    typer.Option(help=f"Verification mode instead of the config's: {', '.join(MODES)}.", metavar="MODE"),
+]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.", metavar="N")]
+ConcurrencyOption = Annotated[int, typer.Option(min=1, help="Requests in flight.", metavar="N")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0.0, max=2.0, help="0 is greedy: the same text every time.", metavar="T")
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Write everything to this file.", metavar="FILE.json")
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """An engine in this process, and what turns text into its tokens."""
+
+    config: "AppConfig"
+    engine: "Engine"
+    tokenizer: "Tokenizer"
 
 
 def print_error(message: str) -> None:
@@ -26,11 +62,99 @@ def print_error(message: str) -> None:
     err.print(f"[bold red]error:[/bold red] {escape(message)}", soft_wrap=True)
 
 
-def load_config(path: Path) -> "AppConfig":
+def load_config(path: Path, **speculation: Any) -> "AppConfig":
     """The application's configuration with its files made absolute; `ConfigError` says what is wrong.
 
-    A relative path in it counts from the working directory, or else from the project.
+    A relative path in it counts from the working directory, or else from the project. `speculation`
+    replaces keys of that section; None leaves them.
     """
-    from dspark_ray.core.config import load_app_config, with_absolute_paths
+    from dspark_ray.core.config import load_app_config, parse_app_config, with_absolute_paths
 
-    return with_absolute_paths(load_app_config(path), (Path.cwd(), PROJECT_DIR))
+    config = load_app_config(path)
+    changes = {key: value for key, value in speculation.items() if value is not None}
+    if changes:
+        args = config.model_dump()
+        config = parse_app_config({**args, "speculation": {**args["speculation"], **changes}})
+    return with_absolute_paths(config, (Path.cwd(), PROJECT_DIR))
+
+
+def prepare_torch(config: "AppConfig") -> None:
+    """Gives torch the configured number of threads, or all cores."""
+    with _status("loading torch"):
+        import torch
+    torch.set_num_threads(config.engine.num_threads or _available_cores())
+
+
+def load_engine(config: "AppConfig") -> LocalEngine:
+    """Fetches, loads and profiles what `config` names, with a line on stderr for what takes long."""
+    prepare_torch(config)
+    from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.models.tokenizer import Tokenizer
+    from dspark_ray.profiling.cache import build_profiled_engine
+
+    model_dir = resolve_model(config.model.source)
+    err.print(f"loading {config.model.id} from {model_dir}", soft_wrap=True)
+    engine = build_profiled_engine(config, model_dir=model_dir)
+    for what, text in engine.describe().items():
+        err.print(f"  [dim]{what}: {escape(str(text))}[/dim]", soft_wrap=True)
+    return LocalEngine(config, engine, Tokenizer.load(model_dir))
+
+
+@contextmanager
+def step_progress(title: str, num_requests: int) -> Iterator["OnStep"]:
+    """A bar of finished requests with the tokens so far; the callback goes to `generate_all`."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[tokens]} tokens"), console=err, transient=True) as bar:
+        task = bar.add_task(title, total=num_requests, tokens=0)
+        num_tokens = 0
+
+        def on_step(outputs: "list[RequestOutput]") -> None:
+            nonlocal num_tokens
+            num_tokens += sum(len(output.token_ids) for output in outputs)
+            ended = sum(output.finish_reason is not None for output in outputs)
+            bar.update(task, advance=ended, tokens=num_tokens)
+
+        yield on_step
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Results to a file; `ConfigError` if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    err.print(f"written to {path}", soft_wrap=True)
+
+
+def print_figures(title: str, figures: dict[str, Any]) -> None:
+    """A small table of names and values."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in figures.items():
+        table.add_row(name, _as_text(value))
+    out.print(table)
+
+
+@contextmanager
+def _status(text: str) -> Iterator[None]:
+    if err.is_terminal:
+        with err.status(text):
+            yield
+    else:
+        yield
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, list):
+        return "  ".join(_as_text(item) for item in value)
+    if value is None:
+        return "–"
+    return f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dspark_ray.cli import fetch, serve
+from dspark_ray.cli import calibrate, chat, evaluate, fetch, generate, profile, serve, train
 from dspark_ray.cli.common import print_error
 from dspark_ray.core.errors import DsparkError
 
@@ -51,5 +51,14 @@ def _options(
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
-app.command("fetch", rich_help_panel="Serve and talk")(fetch.fetch)
-app.command("serve", rich_help_panel="Serve and talk")(serve.serve)
+_SERVE, _MAKE, _MEASURE = "Serve and talk", "Make a drafter", "Measure"
+
+app.command("fetch", rich_help_panel=_SERVE)(fetch.fetch)
+app.command("serve", rich_help_panel=_SERVE)(serve.serve)
+app.command("chat", rich_help_panel=_SERVE)(chat.chat)
+app.command("generate", rich_help_panel=_SERVE)(generate.generate)
+app.command("generate-data", rich_help_panel=_MAKE)(train.generate_data)
+app.command("train", rich_help_panel=_MAKE)(train.train)
+app.command("evaluate", rich_help_panel=_MAKE)(evaluate.evaluate)
+app.command("calibrate", rich_help_panel=_MAKE)(calibrate.calibrate)
+app.command("profile", rich_help_panel=_MEASURE)(profile.profile)

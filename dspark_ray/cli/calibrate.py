@@ -1,0 +1,122 @@
+"""`dspark-ray calibrate`: temperatures that make a drafter's confidences mean what they say."""
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dspark_ray.cli.common import (
+    ConcurrencyOption,
+    ConfigOption,
+    LimitOption,
+    LocalEngine,
+    MaxTokensOption,
+    PromptsOption,
+    err,
+    load_config,
+    load_engine,
+    out,
+    step_progress,
+)
+from dspark_ray.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dspark_ray.core.config import AppConfig
+    from dspark_ray.engine.draft_log import DraftRecord
+    from dspark_ray.training.calibrate import CalibrationReport
+
+RULE_TEMPERATURES = {"greedy": 0.0, "rejection": 1.0}  # acceptance rule → sampling temperature
+
+
+def calibrate(
+    config: ConfigOption,
+    prompts: PromptsOption,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="Default: temperatures.json beside the drafter.", metavar="FILE.json"
+        ),
+    ] = None,
+    max_tokens: MaxTokensOption = 256,
+    concurrency: ConcurrencyOption = 32,
+    limit: LimitOption = None,
+    seed: Annotated[int, typer.Option(help="Of the sampled half; prompt i takes seed + i.")] = 0,
+) -> None:
+    """Fit one temperature a position for greedy and for sampled acceptance, and save them.
+
+    Answers all prompts twice with every draft token verified. Prompts like those that will be served are
+    best; the lines that `generate-data` writes are good. Prints the expected calibration error (ECE) of
+    survival before and after, on prompts held out of that fit.
+    """
+    from dspark_ray.models.drafters.confidence import TEMPERATURES_FILE, drafter_digest
+    from dspark_ray.models.prompts import read_prompts
+    from dspark_ray.training.calibrate import calibrate as fit
+
+    plain = load_config(config, mode="fixed")
+    drafter = plain.speculation.drafter
+    if drafter.kind != "dspark" or drafter.path is None:
+        raise ConfigError(
+            f"{config} has no DSpark drafter: other drafters learn their confidences as they go"
+        )
+    checkpoint = Path(drafter.path)
+    with tempfile.TemporaryDirectory() as folder:
+        local = load_engine(_uncalibrated(plain, checkpoint, Path(folder)))
+    token_ids = [item.token_ids for item in read_prompts(prompts, local.tokenizer, limit)]
+    records = {
+        rule: _collect(local, token_ids, rule, max_tokens, concurrency, seed) for rule in RULE_TEMPERATURES
+    }
+    made_from: dict[str, object] = {"drafter": drafter_digest(checkpoint), "prompts": len(token_ids)}
+    temperatures, reports = fit(records, made_from)
+    path = to or checkpoint / TEMPERATURES_FILE
+    temperatures.save(path)
+    for report in reports:
+        _print(report)
+    err.print(f"written to {path}", soft_wrap=True)
+
+
+def _uncalibrated(config: "AppConfig", checkpoint: Path, folder: Path) -> "AppConfig":
+    """Whole blocks, all verified, with T = 1: temperatures beside the drafter may be another one's."""
+    from dspark_ray.calibration.temperatures import Temperatures
+    from dspark_ray.models.drafters.checkpoint import load_checkpoint
+    from dspark_ray.models.drafters.confidence import drafter_digest
+
+    block_size = load_checkpoint(checkpoint)[0].block_size
+    made_from = {"drafter": drafter_digest(checkpoint)}
+    Temperatures(Temperatures.neutral(block_size).by_rule, made_from).save(folder / "neutral.json")
+    updates = {
+        "temperatures": str(folder / "neutral.json"),
+        "num_draft_tokens": block_size,
+        "fixed_tokens": None,
+    }
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update=updates)})
+
+
+def _collect(
+    local: LocalEngine,
+    prompts: list[tuple[int, ...]],
+    rule: str,
+    max_tokens: int,
+    concurrency: int,
+    seed: int,
+) -> "list[DraftRecord]":
+    """The drafts of one rule, verified in full."""
+    from dspark_ray.core.types import SamplingParams
+    from dspark_ray.training.evaluate import evaluate
+
+    sampling = SamplingParams(temperature=RULE_TEMPERATURES[rule], max_tokens=max_tokens, seed=seed)
+    with step_progress(f"answering ({rule})", len(prompts)) as on_step:
+        result = evaluate(local.engine, prompts, sampling, concurrency=concurrency, on_step=on_step)
+    err.print(f"{rule}: {len(result.records)} drafts, τ {result.tau:.3f}")
+    return result.records
+
+
+def _print(report: "CalibrationReport") -> None:
+    from rich.table import Table
+
+    title = f"{report.rule}, {report.num_drafts} drafts"
+    table = Table("position", "temperature", "ECE before", "ECE after", title=title)
+    rows = zip(report.temperatures, report.ece_before, report.ece_after, strict=True)
+    for position, (temperature, before, after) in enumerate(rows, start=1):
+        table.add_row(str(position), f"{temperature:.3f}", f"{before:.4f}", f"{after:.4f}")
+    out.print(table)

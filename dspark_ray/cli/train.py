@@ -1,0 +1,46 @@
+"""`dspark-ray train` and `generate-data`: a drafter for a target, from the target's own texts."""
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def train(
+    config: Annotated[Path, typer.Argument(help="A training config, e.g. configs/training/*.yaml.")],
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Save and stop after this time; run it again to continue.")
+    ] = None,
+) -> None:
+    """Train a DSpark drafter, or continue where the last run stopped.
+
+    Ctrl-C saves and stops. The run's folder gets `state.pt` (to continue), `metrics.jsonl` and
+    `checkpoint/`, which `speculation.drafter.path` can name at once. Calibrate it afterwards.
+    """
+    logging.getLogger().setLevel(logging.INFO)
+    from dspark_ray.training.config import load_training_config
+    from dspark_ray.training.trainer import train as run
+
+    overrides = {} if minutes is None else {"minutes": minutes}
+    run(load_training_config(config, **overrides))
+
+
+def generate_data(
+    to: Annotated[Path, typer.Argument(help="JSON lines to append to.", metavar="OUT.jsonl")],
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long to write.")] = 20.0,
+    model: Annotated[str, typer.Option(help="'default', a directory or a hub id.")] = "default",
+    concurrency: Annotated[int, typer.Option(min=1, help="Texts written at the same time.")] = 96,
+    seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
+) -> None:
+    """Let a chat model write training data: it invents the user's turn, then answers it.
+
+    No external data set is needed. Lines are appended whole, so it can be stopped at any time, and several
+    processes can write to different files while `train` reads them all.
+    """
+    from dspark_ray.training.generate import main
+
+    arguments = [str(to), "--minutes", str(minutes), "--model", model, "--concurrency", str(concurrency)]
+    arguments += [] if seed is None else ["--seed", str(seed)]
+    main(arguments + ([] if threads is None else ["--threads", str(threads)]))
