@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from dspark_kernels.attention import PagedBatch
 from torch import Tensor
 
 from dspark_ray.core.digest import digest_json, sha256_file
 from dspark_ray.models.drafters.network import DSparkConfig
+from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.models.weights import safetensors_files
 
 
@@ -54,11 +56,26 @@ class TransformersTarget:
     def digest(self) -> str:
         return digest_json([sha256_file(file) for file in safetensors_files(self._model_dir)])
 
-    @torch.no_grad()
+    @cached_property
+    def _decoder(self) -> Decoder:
+        """The serving decoder: the drafter trains on the hidden states that it will be served."""
+        return load_target(self._model_dir, self._model.dtype, self._model.config.max_position_embeddings)
+
+    @torch.inference_mode()
     def hidden_states(self, token_ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        out = self._model.model(token_ids[None], output_hidden_states=True, use_cache=False)
-        taps = torch.cat([out.hidden_states[layer + 1][0] for layer in layer_ids], dim=-1)
-        return taps, out.last_hidden_state[0]
+        length = len(token_ids)
+        positions = torch.arange(length)
+        batch = PagedBatch(
+            query_start=torch.tensor([0, length], dtype=torch.int32),
+            kv_len=torch.tensor([length], dtype=torch.int32),
+            block_tables=torch.zeros((1, 1), dtype=torch.int32),
+            block_size=length,
+            max_query=length,
+            max_kv=length,
+        )
+        kv = self._decoder.new_kv(length)
+        out = self._decoder.forward(token_ids, positions, kv, positions, batch, layer_ids)
+        return out.taps, out.hidden
 
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         return self._model.model.layers[layer].state_dict()
