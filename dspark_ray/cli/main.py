@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dspark_ray.cli import calibrate, chat, evaluate, fetch, generate, profile, serve, train
+from dspark_ray.cli import bench, calibrate, chat, evaluate, fetch, generate, profile, serve, train
 from dspark_ray.cli.common import print_error
 from dspark_ray.core.errors import DsparkError
 
@@ -62,3 +62,4 @@ app.command("train", rich_help_panel=_MAKE)(train.train)
 app.command("evaluate", rich_help_panel=_MAKE)(evaluate.evaluate)
 app.command("calibrate", rich_help_panel=_MAKE)(calibrate.calibrate)
 app.command("profile", rich_help_panel=_MEASURE)(profile.profile)
+app.command("bench", rich_help_panel=_MEASURE)(bench.bench)

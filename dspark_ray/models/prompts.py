@@ -20,46 +20,78 @@ SHAPES = ("prompt_ids", "messages", "turns", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
+class RawPrompt:
+    """One line of a prompts file, checked but not tokenised. Exactly one of the three is set."""
+
+    line: int  # from 1
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of a prompts file."""
+    """One line of a prompts file in tokens."""
 
     line: int  # from 1
     token_ids: tuple[int, ...]
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a file; `ConfigError` names the line that is not one, or an empty file."""
-    prompts: list[Prompt] = []
+def read_raw_prompts(path: Path, limit: int | None = None) -> list[RawPrompt]:
+    """The first `limit` lines of a file; `ConfigError` names the line that is no prompt, or an empty file."""
+    prompts: list[RawPrompt] = []
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(prompts) >= limit:
                     break
                 if line.strip():
-                    prompts.append(Prompt(number, _parse(line, tokenizer)))
+                    prompts.append(_parse(line, path, number))
     except OSError as error:
         raise ConfigError(f"cannot read the prompts file {path}: {error.strerror}") from error
-    except (ValueError, RequestError) as error:  # JSON and UTF-8 errors are ValueErrors
-        raise ConfigError(f"{path}, prompt {len(prompts) + 1}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8: {error}") from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts")
     return prompts
 
 
-def _parse(line: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    record = json.loads(line)
+def read_prompts(path: Path, tokenizer: Tokenizer, limit: int | None = None) -> list[Prompt]:
+    """The same in tokens; `ConfigError` also where the chat template refuses a line."""
+    return [_tokenise(raw, path, tokenizer) for raw in read_raw_prompts(path, limit)]
+
+
+def _tokenise(raw: RawPrompt, path: Path, tokenizer: Tokenizer) -> Prompt:
+    try:
+        if raw.messages is not None:
+            ids = tokenizer.render_chat(list(raw.messages))
+        else:
+            ids = tokenizer.encode(raw.text) if raw.text is not None else list(raw.token_ids or ())
+    except RequestError as error:
+        raise ConfigError(f"{path}:{raw.line}: {error.message}") from error
+    return Prompt(raw.line, tuple(ids))
+
+
+def _parse(line: str, path: Path, number: int) -> RawPrompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}:{number} is not JSON: {error}") from error
     shape = next((key for key in SHAPES if isinstance(record, dict) and key in record), None)
     if shape is None:
-        raise ValueError(f"an object with one of {', '.join(SHAPES)} is needed")
+        raise ConfigError(f"{path}:{number}: an object with one of {', '.join(SHAPES)} is needed")
     value = record[shape]
     if not value or not _fits(shape, value):
-        raise ValueError(f"{shape} is empty or has the wrong type")
-    if shape == "prompt_ids":
-        return tuple(value)
-    if shape == "prompt":
-        return tuple(tokenizer.encode(value))
-    messages = value if shape == "messages" else [{"role": "user", "content": value[0]}]
-    return tuple(tokenizer.render_chat(messages))
+        raise ConfigError(f"{path}:{number}: {shape} is empty or has the wrong type")
+    match shape:
+        case "prompt_ids":
+            return RawPrompt(number, token_ids=tuple(value))
+        case "prompt":
+            return RawPrompt(number, text=value)
+        case "turns":
+            return RawPrompt(number, messages=({"role": "user", "content": value[0]},))
+        case _:
+            return RawPrompt(number, messages=tuple(value))
 
 
 def _fits(shape: str, value: Any) -> bool:

@@ -61,11 +61,13 @@ def build_profiled_engine(
     return engine
 
 
-def profile_into_cache(engine: Engine, identity: dict[str, Any], *, progress: bool = True) -> StepTable:
-    """Measures an idle engine, saves the table where the next start finds it, and gives it to the engine."""
-    with _shown(progress) as on_progress:
-        table = profile_engine(engine, made_from=identity, on_progress=on_progress)
-    table.save(table_path(identity))
+def ensure_table(engine: Engine, model_dir: Path, *, progress: bool = True) -> StepTable:
+    """Gives an idle engine the cached table of its configuration, measured now if there is none."""
+    identity = table_identity(engine.config, model_dir)
+    with _locked(table_path(identity).with_suffix(".lock")):
+        table = cached_table(identity)
+        if table is None:
+            return _profile_into_cache(engine, identity, progress)
     engine.budget.table = table
     return table
 
@@ -95,8 +97,17 @@ def _with_cached_table(
         table = table or cached_table(identity)  # another process may have measured it while we waited
         engine = build_engine(config, model_dir=model_dir, engine_id=engine_id, table=table)
         if table is None:
-            profile_into_cache(engine, identity, progress=progress)
+            _profile_into_cache(engine, identity, progress)
     return engine
+
+
+def _profile_into_cache(engine: Engine, identity: dict[str, Any], progress: bool) -> StepTable:
+    """Measures an engine, saves the table where the next start finds it, and gives it to the engine."""
+    with _shown(progress) as on_progress:
+        table = profile_engine(engine, made_from=identity, on_progress=on_progress)
+    table.save(table_path(identity))
+    engine.budget.table = table
+    return table
 
 
 def _configured_table(path: Path, identity: dict[str, Any]) -> StepTable:

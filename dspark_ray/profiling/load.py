@@ -1,0 +1,159 @@
+"""Drives a running server as its clients would: streams, a fixed number of them open at any time.
+
+What a client sees is measured here: tokens are counted by the server's own usage, since one event may carry
+several, and time per output token is taken over tokens, not events.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.models.prompts import RawPrompt
+
+_TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTiming:
+    """One request as its client saw it."""
+
+    num_tokens: int
+    ttft_ms: float  # to the first text
+    total_ms: float
+    error: str = ""
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Time per output token after the first text; None for fewer than two tokens."""
+        return (self.total_ms - self.ttft_ms) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """All requests of one run."""
+
+    concurrency: int
+    wall_s: float
+    timings: list[ClientTiming]
+
+    def figures(self) -> dict[str, float | int | None]:
+        """What a server is judged by."""
+        good = [timing for timing in self.timings if not timing.error]
+        tpot = [timing.tpot_ms for timing in good if timing.tpot_ms is not None]
+        return {
+            "concurrency": self.concurrency,
+            "requests": len(self.timings),
+            "errors": len(self.timings) - len(good),
+            "output_tokens": sum(timing.num_tokens for timing in good),
+            "tokens_per_s": sum(timing.num_tokens for timing in good) / self.wall_s,
+            "ttft_p50_ms": _percentile([timing.ttft_ms for timing in good], 50),
+            "ttft_p99_ms": _percentile([timing.ttft_ms for timing in good], 99),
+            "tpot_p50_ms": _percentile(tpot, 50),
+            "tpot_p99_ms": _percentile(tpot, 99),
+        }
+
+
+def find_model(url: str) -> str:
+    """The first model a server has; `ConfigError` if no server answers there."""
+    try:
+        models = httpx.get(f"{url}/v1/models", timeout=_TIMEOUT).raise_for_status().json()["data"]
+        return str(models[0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ConfigError(f"no OpenAI-compatible server answers at {url}/v1/models: {error}") from error
+
+
+def drive(
+    url: str,
+    model: str,
+    prompts: Sequence[RawPrompt],
+    *,
+    concurrency: int,
+    max_tokens: int,
+    temperature: float = 0.0,
+    on_done: Callable[[ClientTiming], None] | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> LoadReport:
+    """Sends every prompt once, `concurrency` at a time. Requests that fail are counted, never retried."""
+    options = {
+        "model": model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+    async def run() -> LoadReport:
+        gate = asyncio.Semaphore(concurrency)
+        limits = httpx.Limits(max_connections=concurrency)
+        async with httpx.AsyncClient(
+            base_url=url, timeout=_TIMEOUT, limits=limits, transport=transport
+        ) as client:
+
+            async def one(prompt: RawPrompt) -> ClientTiming:
+                async with gate:
+                    timing = await _request(client, prompt, options)
+                if on_done is not None:
+                    on_done(timing)
+                return timing
+
+            started = time.perf_counter()
+            timings = await asyncio.gather(*(one(prompt) for prompt in prompts))
+            return LoadReport(concurrency, time.perf_counter() - started, list(timings))
+
+    return asyncio.run(run())
+
+
+async def _request(client: httpx.AsyncClient, prompt: RawPrompt, options: dict[str, Any]) -> ClientTiming:
+    """One streamed request from its first byte to [DONE]."""
+    if prompt.messages is not None:
+        route, body = "/v1/chat/completions", {**options, "messages": list(prompt.messages)}
+    else:
+        text = prompt.text if prompt.text is not None else list(prompt.token_ids or ())
+        route, body = "/v1/completions", {**options, "prompt": text}
+    started, first, num_tokens, done = time.perf_counter(), None, 0, False
+    try:
+        async with client.stream("POST", route, json=body) as response:
+            if response.status_code != 200:
+                return _failed(started, f"{response.status_code}: {(await response.aread())[:200]!r}")
+            async for line in response.aiter_lines():
+                data = line.removeprefix("data:").strip()
+                if not line.startswith("data:"):
+                    continue
+                if data == "[DONE]":
+                    done = True
+                    break
+                event = json.loads(data)
+                if "error" in event:
+                    return _failed(started, str(event["error"]))
+                first = first or (time.perf_counter() if _text(event) else None)
+                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
+    except (httpx.HTTPError, ValueError) as error:
+        return _failed(started, f"{type(error).__name__}: {error}")
+    if not done:
+        return _failed(started, "the stream ended without [DONE]")
+    ended = time.perf_counter()
+    return ClientTiming(num_tokens, 1e3 * ((first or ended) - started), 1e3 * (ended - started))
+
+
+def _text(event: dict[str, Any]) -> str:
+    """The text of an event of either route."""
+    return "".join(
+        choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        for choice in event.get("choices", [])
+    )
+
+
+def _failed(started: float, error: str) -> ClientTiming:
+    elapsed_ms = 1e3 * (time.perf_counter() - started)
+    return ClientTiming(0, elapsed_ms, elapsed_ms, error)
+
+
+def _percentile(values: Sequence[float], percent: float) -> float | None:
+    return float(np.percentile(np.array(values), percent)) if values else None
