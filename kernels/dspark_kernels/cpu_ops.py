@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # the code of each supported type in csrc/cpu_ops.cpp
 HEAD_DIM_MULTIPLE = 32  # two of the widest vectors: RoPE rotates halves, bf16 attention multiplies pairs
-MAX_HEAD_DIM = 1024  # the padding row of csrc/attention.h
+MAX_HEAD_DIM = 1024  # MAX_DIM of csrc/attention.h
 
 LINEAR_PANEL = 32  # outputs are padded to this, see csrc/linear.h
 
