@@ -129,6 +129,7 @@ class Generation:
         call = asyncio.ensure_future(self.backend.submit(request))
         call.add_done_callback(lambda done: _wake(items, done))
         self._attempt_id = request.request_id
+        ended = False
         try:
             while True:
                 item = await items.get()
@@ -138,13 +139,15 @@ class Generation:
                     raise item
                 if item.finish_reason is FinishReason.ERROR:
                     raise StepError(item.error or "the engine failed in a step")
+                ended = item.finish_reason is not None
                 yield item
-                if item.finish_reason is not None:
+                if ended:
                     return
         finally:
             self._attempt_id = ""
             self.streams.discard(request.request_id)
-            call.cancel()
+            if not ended:  # else the call is about to return by itself
+                call.cancel()
 
     async def _tail(self, items: "asyncio.Queue[StreamItem | None]", final: RequestOutput) -> StreamItem:
         """What follows the call's end: the final output by the stream, or the call's own as the backup."""
