@@ -1,6 +1,7 @@
 """Storage of paged keys and values. Which block belongs to whom is the engine's business."""
 
 import torch
+from dspark_kernels import huge_pages
 from torch import Tensor
 
 
@@ -11,8 +12,9 @@ class KVStorage:
         self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype)  # [L, S, KV, D]
-        self.v = torch.zeros(shape, dtype=dtype)  # [L, S, KV, D]
+        # Zeroed: a masked-out slot still takes part in arithmetic, and 0 × NaN is NaN.
+        self.k = huge_pages.empty(shape, dtype).zero_()  # [L, S, KV, D]
+        self.v = huge_pages.empty(shape, dtype).zero_()  # [L, S, KV, D]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of one layer, each [S, KV, D], writable."""
