@@ -21,6 +21,19 @@ from dspark_ray.core.errors import ConfigError
 if TYPE_CHECKING:
     from dspark_ray.engine.measure import TimedRun
 
+_HEADERS = {
+    "concurrency": "requests",
+    "rounds": "n",
+    "tokens_per_s": "tok/s",
+    "decode_tokens_per_s": "decode",
+    "ratio_to_off": "× off",
+    "tau": "τ",
+    "mean_budget_tokens": "budget",
+    "trimmed_share": "trim",
+    "distinct_4grams": "4-gr.",
+    "same_text_share": "same",
+}
+
 
 def bench(
     prompts: PromptsOption,
@@ -61,7 +74,7 @@ def print_rows(rows: list[dict[str, Any]], title: str | None = None) -> None:
     """Rows with the same keys as a table."""
     from rich.table import Table
 
-    table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
+    table = Table(*(_HEADERS.get(name, name.replace("_", " ")) for name in rows[0]), title=title)
     for row in rows:
         table.add_row(*(_as_text(value) for value in row.values()))
     out.print(table)
@@ -127,4 +140,4 @@ def _compare(
 def _as_text(value: Any) -> str:
     if value is None:
         return "–"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

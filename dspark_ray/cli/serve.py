@@ -101,8 +101,8 @@ def _watch(
     asked = 0
     while (status := child.poll()) is None:
         time.sleep(_POLL_S)
-        if signals.count > asked:
-            asked = signals.count
+        if (times := signals.count) > asked:
+            asked = times
             _end(child, asked)
         if not ready and not asked and time.monotonic() >= next_look:
             ready = _answers(address)

@@ -23,7 +23,7 @@ class StepSummary:
     num_decode_steps: int  # with at least one decoding request
     mean_budget_tokens: float  # draft tokens verified a decoding step
     distinct_budgets: int
-    trimmed_share: float  # of decoding steps: those that left drafted tokens unverified
+    trimmed_share: float  # of decoding steps: those that chose not to verify tokens they could have
     decode_only_ms: float  # time of steps without prefill
     decode_only_tokens: int  # tokens emitted in them
 
@@ -114,16 +114,22 @@ class _StepLog:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._steps = engine.counters.target_steps
-        self._trimmed = engine.counters.trimmed_tokens
+        self._available = 0  # draft tokens that the coming step can verify
         self._entries: list[tuple[StepRecord, bool, int]] = []
 
     def note(self, outputs: list[RequestOutput]) -> None:
-        counters = self._engine.counters
-        recent = self._engine.recent_steps()
-        if recent and counters.target_steps > self._steps:  # else there was nothing to run
+        recent, steps = self._engine.recent_steps(), self._engine.counters.target_steps
+        if recent and steps > self._steps:  # else there was nothing to run
+            record = recent[-1]
             emitted = sum(len(output.token_ids) for output in outputs)
-            self._entries.append((recent[-1], counters.trimmed_tokens > self._trimmed, emitted))
-        self._steps, self._trimmed = counters.target_steps, counters.trimmed_tokens
+            self._entries.append((record, record.budget_tokens < self._available, emitted))
+        # Tokens past the end of a request are cut in every mode, and are not the scheduler's doing.
+        self._available = sum(
+            min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1)
+            for sequence in self._engine.admission.decoding()
+            if sequence.draft is not None
+        )
+        self._steps = steps
 
     def summary(self) -> StepSummary:
         decoding = [entry for entry in self._entries if entry[0].num_decoding]

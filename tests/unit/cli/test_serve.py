@@ -1,0 +1,100 @@
+"""`serve` without Ray: addresses, a taken port, and who gets which signal when."""
+
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from dspark_ray.cli import serve
+from dspark_ray.cli.serve import HttpAddress, check_port_is_free, read_address
+from dspark_ray.core.errors import ConfigError
+
+
+def test_address_and_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("applications: []")
+    assert read_address(path) == HttpAddress("127.0.0.1", 8000)
+    path.write_text("http_options: {host: 0.0.0.0, port: 8123}")
+    assert read_address(path).url == "http://127.0.0.1:8123"
+
+
+def test_a_taken_port_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(self: socket.socket, address: object) -> None:
+        raise OSError(98, "Address already in use")
+
+    monkeypatch.setattr(socket.socket, "bind", taken)
+    with pytest.raises(ConfigError, match=r"8000 \(Address already in use\).*RAY_ADDRESS"):
+        check_port_is_free(HttpAddress("127.0.0.1", 8000))
+
+
+class FakeChild:
+    """Ends some polls after it got the signal that it obeys."""
+
+    def __init__(self, obeys: int | None, *, ends_with: int = 0, after_polls: int = 3) -> None:
+        self.signals: list[int] = []
+        self._obeys, self._ends_with, self._polls = obeys, ends_with, after_polls
+
+    def poll(self) -> int | None:
+        if self._obeys is None or self._obeys in self.signals:
+            self._polls -= 1
+        return self._ends_with if self._polls <= 0 else None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+class Stop:
+    """Counts one more request to stop each time it is looked at, up to `times`."""
+
+    def __init__(self, times: int) -> None:
+        self._times, self._seen = times, 0
+
+    @property
+    def count(self) -> int:
+        self._seen = min(self._times, self._seen + 1)
+        return self._seen
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_POLL_S", 0.0)
+    monkeypatch.setattr(serve, "_READY_POLL_S", 0.0)
+    monkeypatch.setattr(serve, "_answers", lambda address: False)
+
+
+def watch(child: FakeChild, stops: int) -> int:
+    return serve._watch(child, HttpAddress("127.0.0.1", 8000), "m", Stop(stops))  # type: ignore[arg-type]
+
+
+def test_the_first_stop_is_polite() -> None:
+    child = FakeChild(signal.SIGINT, ends_with=-2)
+    assert watch(child, 1) == 0
+    assert child.signals == [signal.SIGINT]
+
+
+def test_later_stops_are_not() -> None:
+    child = FakeChild(signal.SIGKILL, ends_with=-9)
+    assert watch(child, 3) == 0
+    assert child.signals == [signal.SIGINT, signal.SIGTERM, signal.SIGKILL]
+
+
+def test_a_child_that_ends_by_itself_gives_its_status() -> None:
+    assert watch(FakeChild(None, ends_with=3), 0) == 3
+
+
+def test_ready_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(serve, "_answers", lambda address: True)
+    watch(FakeChild(None, after_polls=6), 0)
+    shown = capsys.readouterr().err
+    assert shown.count("ready at http://127.0.0.1:8000/v1") == 1
+    assert "curl http://127.0.0.1:8000/v1/chat/completions" in shown
+
+
+def test_signals_are_counted_and_handlers_put_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with serve._StopSignals() as signals:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert signals.count == 2
+    assert signal.getsignal(signal.SIGTERM) is before
