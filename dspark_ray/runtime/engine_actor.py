@@ -6,6 +6,7 @@ second thread, with the loop's newest snapshot.
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from dspark_ray.runtime.messages import ApplyPlan, encode
 from dspark_ray.runtime.metric_sink import RayMetricSink
 from dspark_ray.runtime.monitor import Monitor
 from dspark_ray.runtime.plan_client import PlanClient
+from dspark_ray.runtime.scheduler_actor import find_or_start_scheduler
 from dspark_ray.runtime.transport import Outboxes, bind_inbox
 
 logger = logging.getLogger(__name__)
@@ -68,21 +70,24 @@ class EngineActor:
         self._clock = SystemClock()
         self._loop: EngineLoop | None = None
         self._plans: PlanClient | None = None
+        self._send_plan: Callable[[StepPlan], None] | None = None
         self._ready = False
 
     def load(self) -> EngineInfo:
         """Builds the engine and binds its inbox. Raises what the factory raises."""
         started_ms = self._clock.now_ms()
+        find_or_start_scheduler(self._app_name, self._config.scheduler)  # its process starts meanwhile
         loaded = self._factory(self._config, self._replica_id)
         context = zmq.Context()
         inbox = bind_inbox(context, ray.util.get_node_ip_address())
         inbox.socket.bind(_PLANS_ADDRESS)
+        self._send_plan = _plan_sender(context)
         self._plans = PlanClient(
             self._app_name,
             self._config.scheduler,
             self._replica_id,
             self._generation,
-            _plan_sender(context),
+            self._send_plan,
             self._clock,
         )
         outboxes = Outboxes(context, self._clock)
@@ -117,6 +122,12 @@ class EngineActor:
         self._ready = True
 
     @ray.method(concurrency_group=CONTROL)
+    def apply_plan(self, plan: StepPlan) -> None:
+        """A plan that the scheduler pushes between reports."""
+        if self._send_plan is not None:
+            self._send_plan(plan)
+
+    @ray.method(concurrency_group=CONTROL)
     def turn_age_ms(self) -> float:
         """How long ago the loop last turned: large when a step hangs."""
         return 0.0 if self._loop is None else self._clock.now_ms() - self._loop.turn_at_ms
@@ -132,7 +143,13 @@ class EngineActor:
 
 
 def _plan_sender(context: zmq.Context) -> Callable[[StepPlan], None]:
-    """Puts plans into the loop's inbox; to be called from one thread only."""
+    """Puts plans into the loop's inbox, from any thread."""
     socket = context.socket(zmq.PUSH)
     socket.connect(_PLANS_ADDRESS)
-    return lambda plan: socket.send(encode(ApplyPlan(plan)))
+    lock = threading.Lock()  # a zmq socket belongs to one thread at a time
+
+    def send(plan: StepPlan) -> None:
+        with lock:
+            socket.send(encode(ApplyPlan(plan)))
+
+    return send

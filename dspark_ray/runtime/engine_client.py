@@ -54,7 +54,11 @@ class EngineClient:
         before `close`.
         """
         actor = _start_actor(config, app_name, replica_id, factory)
-        info = await actor.load.remote()
+        try:
+            info = await actor.load.remote()
+        except BaseException:
+            ray.kill(actor)
+            raise
         context = zmq.Context()
         inbox = bind_inbox(context, ray.util.get_node_ip_address())
         link = EngineLink(context, inbox, info.inbox_address, info.generation)

@@ -59,14 +59,20 @@ class FleetScheduler:
             return PlanReply(None, knows_table=report.table_digest in self._tables)
         self._learn_table(report)
         self._members[report.replica_id] = _Member(replace(report, table=None), self._clock.now_ms())
-        plans = {plan.replica_id: plan for plan in self._plan()}
-        plan = replace(
+        plans = {plan.replica_id: plan for plan in self.plans()}
+        return PlanReply(
             plans[report.replica_id],
-            generation=report.generation,
-            sequence=report.sequence,
-            ttl_ms=self._config.plan_ttl_ms,
+            knows_table=not report.table_digest or report.table_digest in self._tables,
         )
-        return PlanReply(plan, knows_table=not report.table_digest or report.table_digest in self._tables)
+
+    def plans(self) -> tuple[StepPlan, ...]:
+        """One planning round over the live replicas; each plan answers its replica's last report."""
+        horizon_ms = self._clock.now_ms() - self._config.plan_ttl_ms
+        self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
+        self._num_rounds += 1
+        reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))
+        plans = self._policy.plan(FleetView(reports, dict(self._tables), self._cap), self._tables)
+        return tuple(replace(plan, ttl_ms=self._config.plan_ttl_ms) for plan in plans)
 
     def remove(self, replica_id: str) -> None:
         """The replica is shutting down: its share goes to the others at once."""
@@ -83,7 +89,7 @@ class FleetScheduler:
     def state(self) -> dict[str, Any]:
         """For humans: who is there and what they were told."""
         now_ms = self._clock.now_ms()
-        plans = {plan.replica_id: plan for plan in self._plan()}
+        plans = {plan.replica_id: plan for plan in self.plans()}
         replicas = {
             replica_id: {
                 "report_age_ms": round(now_ms - member.arrived_ms, 1),
@@ -108,14 +114,6 @@ class FleetScheduler:
         self._config = config
         self._policy = FLEET_POLICIES.get(config.policy)()
         self._cap = config.cap_draft_tokens_per_s if config.policy == "shared_cap" else None
-
-    def _plan(self) -> tuple[StepPlan, ...]:
-        """One round over the live replicas."""
-        horizon_ms = self._clock.now_ms() - self._config.plan_ttl_ms
-        self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
-        self._num_rounds += 1
-        reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))
-        return self._policy.plan(FleetView(reports, dict(self._tables), self._cap), self._tables)
 
     def _learn_table(self, report: SurvivalReport) -> None:
         if report.table is not None and report.table_digest not in self._tables:

@@ -8,6 +8,7 @@ Detached, so that it outlives any replica; started by whoever needs it first; it
 application is gone from Serve. Replicas never wait for it.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -23,6 +24,7 @@ from dspark_ray.runtime.fleet_scheduler import FleetScheduler, PlanReply
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.names import (
     NAMESPACE,
+    engine_name,
     engine_prefix,
     scheduler_name,
     serve_replica_prefix,
@@ -59,9 +61,16 @@ class SchedulerActor:
         self._leaving.set()
 
     def set_cap(self, draft_tokens_per_s: float | None) -> None:
-        """Raises `ConfigError` for a policy without a cap, or a cap that is none."""
+        """Takes effect at once: plans are pushed, not left for the next reports.
+
+        Raises `ConfigError` for a policy without a cap, or a cap that is none.
+        """
         self._scheduler.set_cap(draft_tokens_per_s)
         logger.info("cap of %s: %s draft tokens/s", self._app_name, draft_tokens_per_s)
+        for plan in self._scheduler.plans():
+            with contextlib.suppress(ValueError):  # a replica that just died
+                engine = ray.get_actor(engine_name(self._app_name, plan.replica_id), NAMESPACE)
+                engine.apply_plan.remote(plan)
 
     def state(self) -> dict[str, Any]:
         return self._scheduler.state()

@@ -93,9 +93,9 @@ def http_port() -> int:
 
 
 @pytest.fixture(scope="session")
-def cluster(http_port: int) -> Iterator[str]:
+def cluster(http_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a local cluster's proxy; nothing of ours may be left when Serve has shut down."""
-    os.environ.update(_ENVIRONMENT)
+    os.environ.update(_ENVIRONMENT, DSPARK_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
     ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, namespace="tests")
     serve.start(http_options={"host": "127.0.0.1", "port": http_port}, proxy_location="HeadOnly")
     yield f"http://127.0.0.1:{http_port}"
@@ -119,7 +119,7 @@ def fleet_config(model_dir: Path) -> AppConfig:
             "engine": {"max_running": 16, "max_waiting": 16},
             "speculation": {"drafter": {"kind": "ngram"}},
             "scheduler": {"policy": "shared_cap", "cap_draft_tokens_per_s": CAP},
-            "serving": {"num_replicas": 2, "max_ongoing_requests": 32},
+            "serving": {"num_replicas": 2, "max_ongoing_requests": 16},
         }
     )
 

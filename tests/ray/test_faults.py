@@ -144,10 +144,10 @@ def _server_of(fleet: Fleet, engine_name: str) -> Any:
 
 def test_clients_are_told_at_once_when_everything_is_full(fleet: Fleet) -> None:
     async def flood() -> list[httpx.Response]:
-        body = {"model": "fake", "prompt": PROMPT, "max_tokens": 300}
+        body = {"model": "fake", "prompt": PROMPT, "max_tokens": 1500}
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=fleet.url, timeout=120.0, limits=limits) as client:
-            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(200)))
+            return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(150)))
 
     started = time.monotonic()
     answers = asyncio.run(flood())

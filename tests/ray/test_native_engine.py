@@ -1,0 +1,69 @@
+"""The shipped builder with a tiny random model: real engines, profiled, behind the real application."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray import serve
+
+from deployments.app import build_app
+from dspark_ray.core.config import parse_app_config
+from tests.ray.conftest import Fleet, eventually
+
+APP = "native"
+PROMPT = "ab" * 20
+CAP = 100.0
+
+
+@pytest.fixture(scope="module")
+def native(cluster: str, model_dir: Path) -> Iterator[Fleet]:
+    config = parse_app_config(
+        {
+            "model": {"id": "tiny", "source": str(model_dir), "dtype": "float32", "max_model_len": 512},
+            "engine": {"num_threads": 1, "kv_num_blocks": 256, "max_step_rows": 128},
+            "speculation": {"drafter": {"kind": "ngram"}, "mode": "fixed"},
+            "scheduler": {"policy": "shared_cap", "cap_draft_tokens_per_s": CAP},
+        }
+    )
+    serve.run(build_app(config), name=APP, route_prefix="/native")
+    fleet = Fleet(cluster + "/native", APP)
+    yield fleet
+    fleet.client.close()
+    serve.delete(APP)
+
+
+def _complete(fleet: Fleet, **fields: object) -> dict:
+    body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "ignore_eos": True, **fields}
+    response = fleet.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_the_real_engine_drafts_verifies_and_follows_the_cap(native: Fleet) -> None:
+    eventually(lambda: native.client.get("/ready").status_code == 200)
+    first = _complete(native, max_tokens=60)
+    assert first["usage"]["completion_tokens"] == 60
+    assert _complete(native, max_tokens=60)["choices"] == first["choices"]
+    details = first["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"] > 0
+    (stats,) = native.stats().values()
+    counters = stats.counters
+    assert counters.drafted_tokens == counters.verified_tokens + counters.trimmed_tokens
+    assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
+    eventually(lambda: all(s.plan_age_ms is not None for s in native.stats().values()), timeout_s=10.0)
+    (replica,) = ray.get(native.scheduler().state.remote())["replicas"].values()
+    assert replica["draft_tokens_per_s"] == CAP
+    assert replica["table"]
+
+
+def test_a_stop_string_gives_back_everything(native: Fleet) -> None:
+    text = _complete(native, max_tokens=40)["choices"][0]["text"]
+    stop = text[10:13]
+    cut = _complete(native, max_tokens=400, stop=stop)
+    assert cut["choices"][0]["text"] == text[: text.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    assert cut["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    eventually(native.is_idle, timeout_s=5.0)
+    (stats,) = eventually(lambda: [s for s in native.stats().values() if not s.kv_used_blocks], timeout_s=5.0)
+    assert stats.num_aborted >= 1
