@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dspark_ray.engine.measure import TimedRun
 
 _HEADERS = {
-    "concurrency": "requests",
+    "concurrency": "in flight",
     "rounds": "n",
     "tokens_per_s": "tok/s",
     "decode_tokens_per_s": "decode",

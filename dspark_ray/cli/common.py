@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from dspark_ray.engine.offline import OnStep
     from dspark_ray.models.tokenizer import Tokenizer
 
-out = Console(highlight=False)  # results
+# Results. Tables in a file or a pipe are not squeezed into the width of a terminal that is not there.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)  # progress, warnings, errors
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]

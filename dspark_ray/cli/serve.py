@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from dspark_ray.cli.common import PROJECT_DIR, err, load_config
 
 _POLL_S = 0.3
 _READY_POLL_S = 1.0
+_PATIENCE_S = 600.0
 _WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how a client on this machine reaches them
 
 
@@ -54,8 +56,10 @@ def serve(
     command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(config)]
     with _StopSignals() as signals:  # before the child, which must not inherit an ignored SIGINT
         child = subprocess.Popen(command, start_new_session=True, env=_environment())
+        probe = threading.Thread(target=_announce, args=(address, checked.model.id), daemon=True)
+        probe.start()
         try:
-            status = _watch(child, address, checked.model.id, signals)
+            status = _watch(child, signals)
         finally:
             if child.poll() is None:
                 child.kill()
@@ -92,23 +96,14 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def _watch(
-    child: "subprocess.Popen[bytes]", address: HttpAddress, model_id: str, signals: "_StopSignals"
-) -> int:
+def _watch(child: "subprocess.Popen[bytes]", signals: "_StopSignals") -> int:
     """Until the child has ended; its exit status, 0 when it was asked to end."""
-    ready = False
-    next_look = time.monotonic() + _READY_POLL_S
     asked = 0
     while (status := child.poll()) is None:
         time.sleep(_POLL_S)
         if (times := signals.count) > asked:
             asked = times
             _end(child, asked)
-        if not ready and not asked and time.monotonic() >= next_look:
-            ready = _answers(address)
-            next_look = time.monotonic() + _READY_POLL_S
-            if ready:
-                _print_ready(address, model_id)
     return 0 if asked else status
 
 
@@ -121,16 +116,19 @@ def _end(child: "subprocess.Popen[bytes]", times_asked: int) -> None:
         child.send_signal(signal.SIGTERM if times_asked == 2 else signal.SIGKILL)
 
 
-def _answers(address: HttpAddress) -> bool:
+def _announce(address: HttpAddress, model_id: str) -> None:
+    """Says once that the server is ready; ends with the process if it never is."""
     import httpx
 
-    try:
-        return httpx.get(f"{address.url}/ready", timeout=2.0, trust_env=False).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def _print_ready(address: HttpAddress, model_id: str) -> None:
+    # The proxy keeps a request until a replica can answer: asking patiently fills no log with hang-ups.
+    timeout = httpx.Timeout(_PATIENCE_S, connect=_READY_POLL_S)
+    while True:
+        try:
+            if httpx.get(f"{address.url}/ready", timeout=timeout, trust_env=False).status_code == 200:
+                break
+        except httpx.HTTPError:
+            pass
+        time.sleep(_READY_POLL_S)
     body = f'{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     err.print(
         f"\n[bold green]ready[/bold green] at [bold]{address.url}/v1[/bold]   try, in another terminal:"

@@ -4,6 +4,7 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
 import pytest
 
 from dspark_ray.cli import serve
@@ -60,11 +61,10 @@ class Stop:
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_POLL_S", 0.0)
     monkeypatch.setattr(serve, "_READY_POLL_S", 0.0)
-    monkeypatch.setattr(serve, "_answers", lambda address: False)
 
 
 def watch(child: FakeChild, stops: int) -> int:
-    return serve._watch(child, HttpAddress("127.0.0.1", 8000), "m", Stop(stops))  # type: ignore[arg-type]
+    return serve._watch(child, Stop(stops))  # type: ignore[arg-type]
 
 
 def test_the_first_stop_is_polite() -> None:
@@ -84,8 +84,17 @@ def test_a_child_that_ends_by_itself_gives_its_status() -> None:
 
 
 def test_ready_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(serve, "_answers", lambda address: True)
-    watch(FakeChild(None, after_polls=6), 0)
+    answers = iter([httpx.ConnectError("refused"), httpx.Response(503), httpx.Response(200)])
+
+    def get(url: str, **options: object) -> httpx.Response:
+        assert url == "http://127.0.0.1:8000/ready"
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(httpx, "get", get)
+    serve._announce(HttpAddress("127.0.0.1", 8000), "m")
     shown = capsys.readouterr().err
     assert shown.count("ready at http://127.0.0.1:8000/v1") == 1
     assert "curl http://127.0.0.1:8000/v1/chat/completions" in shown
