@@ -23,7 +23,7 @@ from dspark_ray.training.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
 
-SHARD_SAMPLES = 64
+SHARD_SAMPLES = 32  # also how much work a request to stop may wait for
 _ARRAYS = ("tokens", "taps", "top_ids", "top_probs", "index", "temperature")
 
 

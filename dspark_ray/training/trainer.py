@@ -97,7 +97,8 @@ class Run:
     def loop(self) -> None:
         """Train until the last step, the end of the time or a request to stop; then validate and save."""
         learner, config = self.learner, self.config
-        saved, refreshed, rate = Timer(config.save_minutes), Timer(config.cache.refresh_minutes), Rate()
+        saved, refreshed = Timer(config.save_minutes), Timer(config.cache.refresh_minutes)
+        rate = Rate(learner.blocks)
         while learner.step < config.optimizer.total_steps and not self.should_stop():
             loss = learner.train_step(learner.sample_batch(self.cache, self._training, self._lengths))
             if learner.step % config.log_steps == 0:
@@ -167,8 +168,8 @@ class Timer:
 class Rate:
     """Growth of a counter per second since the last call, everything in between included."""
 
-    def __init__(self) -> None:
-        self._count, self._time = 0, time.monotonic()
+    def __init__(self, count: int) -> None:
+        self._count, self._time = count, time.monotonic()
 
     def update(self, count: int) -> float:
         now = time.monotonic()
