@@ -114,10 +114,12 @@ def _compare(
     max_tokens: int,
     limit: int | None,
 ) -> dict[str, Any]:
+    from dspark_ray.models.prompts import read_prompts, read_raw_prompts
+
     checked = load_config(config)
+    read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
     prepare_torch(checked)
     from dspark_ray.models.fetch import resolve_model
-    from dspark_ray.models.prompts import read_prompts
     from dspark_ray.models.tokenizer import Tokenizer
     from dspark_ray.profiling.compare import DEFAULT_VARIANTS, run_comparison
 

@@ -18,6 +18,7 @@ from dspark_ray.cli.common import (
     load_engine,
     out,
     step_progress,
+    verifying_everything,
 )
 from dspark_ray.core.errors import ConfigError
 
@@ -50,16 +51,17 @@ def calibrate(
     survival before and after, on prompts held out of that fit.
     """
     from dspark_ray.models.drafters.confidence import TEMPERATURES_FILE, drafter_digest
-    from dspark_ray.models.prompts import read_prompts
+    from dspark_ray.models.prompts import read_prompts, read_raw_prompts
     from dspark_ray.training.calibrate import calibrate as fit
 
-    plain = load_config(config, mode="fixed")
+    plain = verifying_everything(load_config(config))
     drafter = plain.speculation.drafter
     if drafter.kind != "dspark" or drafter.path is None:
         raise ConfigError(
             f"{config} has no DSpark drafter: other drafters learn their confidences as they go"
         )
     checkpoint = Path(drafter.path)
+    read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
     with tempfile.TemporaryDirectory() as folder:
         local = load_engine(_uncalibrated(plain, checkpoint, Path(folder)))
     token_ids = [item.token_ids for item in read_prompts(prompts, local.tokenizer, limit)]
@@ -87,7 +89,6 @@ def _uncalibrated(config: "AppConfig", checkpoint: Path, folder: Path) -> "AppCo
     updates = {
         "temperatures": str(folder / "neutral.json"),
         "num_draft_tokens": block_size,
-        "fixed_tokens": None,
     }
     return config.model_copy(update={"speculation": config.speculation.model_copy(update=updates)})
 

@@ -80,6 +80,14 @@ def load_config(path: Path, **speculation: Any) -> "AppConfig":
     return with_absolute_paths(config, (Path.cwd(), PROJECT_DIR))
 
 
+def verifying_everything(config: "AppConfig") -> "AppConfig":
+    """`config` with mode fixed and all γ tokens: what a drafter is judged under."""
+    from dspark_ray.core.types import VerificationMode
+
+    updates = {"mode": VerificationMode.FIXED, "fixed_tokens": None}
+    return config.model_copy(update={"speculation": config.speculation.model_copy(update=updates)})
+
+
 def prepare_torch(config: "AppConfig") -> None:
     """Gives torch the configured number of threads, or all cores."""
     with _status("loading torch"):

@@ -16,6 +16,7 @@ from dspark_ray.cli.common import (
     load_engine,
     print_figures,
     step_progress,
+    verifying_everything,
     write_json,
 )
 
@@ -36,10 +37,12 @@ def evaluate(
     """
     from dspark_ray.core.types import SamplingParams
     from dspark_ray.engine.measure import warm_up
-    from dspark_ray.models.prompts import read_prompts
+    from dspark_ray.models.prompts import read_prompts, read_raw_prompts
     from dspark_ray.training.evaluate import evaluate as run
 
-    local = load_engine(load_config(config, mode="fixed"))
+    checked = verifying_everything(load_config(config))
+    read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
+    local = load_engine(checked)
     items = read_prompts(prompts, local.tokenizer, limit)
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
     warm_up(local.engine, items[0].token_ids[:32])

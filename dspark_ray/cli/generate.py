@@ -45,10 +45,12 @@ def generate(
     """
     from dspark_ray.core.types import Request, SamplingParams
     from dspark_ray.engine.measure import timed_run, warm_up
-    from dspark_ray.models.prompts import read_prompts
+    from dspark_ray.models.prompts import read_prompts, read_raw_prompts
     from dspark_ray.models.tokenizer import IncrementalDetokenizer
 
-    local = load_engine(load_config(config, mode=mode))
+    checked = load_config(config, mode=mode)
+    read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
+    local = load_engine(checked)
     items = read_prompts(prompts, local.tokenizer, limit)
     requests = [
         Request(

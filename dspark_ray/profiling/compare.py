@@ -19,7 +19,7 @@ from dspark_ray.engine.build import build_drafter, eos_token_ids
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.measure import TimedRun, distinct_ngrams, timed_run, warm_up
 from dspark_ray.profiling.cache import build_profiled_engine, ensure_table
-from dspark_ray.profiling.machine import machine_facts
+from dspark_ray.profiling.machine import machine_facts, portable_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def run_comparison(
     return {
         "machine": machine_facts(),
         "settings": {"prompts": len(prompts), "max_tokens": max_tokens, "rounds": rounds},
-        "config": config.model_dump(mode="json"),
+        "config": portable_config(config),
         "step_tables": {name: table.to_dict() for name, table in tables.items() if table is not None},
         "medians": comparison.medians(),
         "measurements": [asdict(item) for item in comparison.measurements],

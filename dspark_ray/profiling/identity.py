@@ -16,6 +16,7 @@ import torch
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.digest import digest_json, sha256_file
+from dspark_ray.core.errors import CheckpointError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.models.drafters.confidence import drafter_digest
 from dspark_ray.models.weights import safetensors_files
@@ -24,7 +25,10 @@ PROFILER_VERSION = 1  # changes when the same machine would measure something el
 
 
 def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:
-    """`StepTable.made_from` of an engine that `config` describes, on this machine, with these threads."""
+    """`StepTable.made_from` of an engine that `config` describes, on this machine, with these threads.
+
+    Raises `CheckpointError` for a drafter or a target that cannot be read.
+    """
     drafter = config.speculation.drafter
     drafts = drafter.kind != "none" and config.speculation.mode is not VerificationMode.OFF
     return {
@@ -76,7 +80,10 @@ def kernels_digest() -> str:
 def _drafter(config: AppConfig) -> str:
     drafter = config.speculation.drafter
     if drafter.path is not None and drafter.kind == "dspark":
-        return drafter_digest(Path(drafter.path))
+        try:
+            return drafter_digest(Path(drafter.path))
+        except OSError as error:
+            raise CheckpointError(f"cannot read the drafter {drafter.path}: {error.strerror}") from error
     return f"{drafter.kind} {drafter.ngram_min}-{drafter.ngram_max}"
 
 

@@ -3,10 +3,12 @@
 import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from dspark_ray.core.config import AppConfig
 from dspark_ray.profiling.identity import hardware_name, kernels_digest
 
 _PACKAGES = ("dspark-ray", "torch", "transformers", "ray", "numpy")
@@ -23,6 +25,18 @@ def machine_facts() -> dict[str, Any]:
         "kernels": kernels_digest(),
         **{package: _version(package) for package in _PACKAGES},
     }
+
+
+def portable_config(config: AppConfig) -> dict[str, Any]:
+    """A configuration for a result file: absolute paths by their last part, since they are this machine's."""
+    values = config.model_dump(mode="json")
+    speculation = values["speculation"]
+    places = [(values["model"], "source"), (speculation["drafter"], "path")]
+    places += [(speculation, "temperatures"), (speculation, "step_table")]
+    for section, key in places:
+        if section[key] is not None and Path(section[key]).is_absolute():
+            section[key] = Path(section[key]).name
+    return values
 
 
 def _version(package: str) -> str | None:

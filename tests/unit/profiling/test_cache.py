@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dspark_ray.core.config import AppConfig, parse_app_config
-from dspark_ray.core.errors import ArtefactError
+from dspark_ray.core.errors import ArtefactError, CheckpointError
 from dspark_ray.profiling import cache
 from dspark_ray.profiling.cache import build_profiled_engine, cached_table, table_path
 from dspark_ray.profiling.identity import table_identity
@@ -113,6 +113,12 @@ def test_a_table_written_by_hand_is_used(model_dir: Path, tmp_path: Path) -> Non
     engine = build_profiled_engine(config(step_table=str(path)), model_dir=model_dir, progress=False)
     assert engine.budget.table is not None
     assert engine.budget.table.rows.tolist() == [1, 8]
+
+
+def test_a_drafter_that_is_not_there(model_dir: Path) -> None:
+    absent = config(drafter={"kind": "dspark", "path": "/absent"})
+    with pytest.raises(CheckpointError, match="/absent"):
+        build_profiled_engine(absent, model_dir=model_dir, progress=False)
 
 
 def test_a_flat_table_is_said_loudly(
