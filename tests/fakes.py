@@ -28,12 +28,14 @@ from dspark_ray.core.types import (
 from dspark_ray.scheduling.step_table import StepTable
 
 TOKENS_PER_STEP = 3
+TURN_TOKENS = (1, 2)  # <|im_start|> and <|im_end|> of the tests' tokenizer
 POISON_TOKEN = 0  # a prompt that begins with it breaks the step it is in
 
 
 def echo(prompt: tuple[int, ...], position: int) -> int:
-    """The output token at `position`."""
-    return prompt[position % len(prompt)]
+    """The output token at `position`: the prompt over and over, without the tokens that end a turn."""
+    spoken = [token for token in prompt if token not in TURN_TOKENS] or prompt
+    return spoken[position % len(spoken)]
 
 
 @dataclass

@@ -93,7 +93,10 @@ def check_port_is_free(address: HttpAddress) -> None:
 def _environment() -> dict[str, str]:
     """The project is importable in Ray's processes even when it is run from its folder, not installed."""
     paths = [str(PROJECT_DIR), str(PROJECT_DIR / "kernels"), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    # Ray lowers its workers' priority (nice 15) and gives Serve's proxy 5 s to start: on a small machine an
+    # engine would then run behind everything else, and a slow start would be taken for a failure.
+    defaults = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def _watch(child: "subprocess.Popen[bytes]", signals: "_StopSignals") -> int:

@@ -137,7 +137,7 @@ def _job(
                 Request(
                     request_id=f"{job_id}-{len(requests)}",
                     prompt_token_ids=tuple(prompt),
-                    sampling=_sampling(fields, limit, choice),
+                    sampling=_sampling(fields, limit, choice, model.tokenizer.eos_token_ids),
                 )
             )
     return Job(
@@ -154,7 +154,11 @@ def _job(
     )
 
 
-def _sampling(fields: GenerationFields, max_tokens: int, choice: int) -> SamplingParams:
+def _sampling(
+    fields: GenerationFields, max_tokens: int, choice: int, eos_token_ids: tuple[int, ...]
+) -> SamplingParams:
+    # The engine knows the ends that the model's config names; the tokenizer knows its template's too.
+    ends = () if fields.ignore_eos else eos_token_ids
     return SamplingParams(
         temperature=fields.temperature,
         top_p=fields.top_p,
@@ -162,6 +166,6 @@ def _sampling(fields: GenerationFields, max_tokens: int, choice: int) -> Samplin
         min_p=fields.min_p,
         seed=None if fields.seed is None else fields.seed + choice,
         max_tokens=max_tokens,
-        stop_token_ids=tuple(fields.stop_token_ids),
+        stop_token_ids=tuple(dict.fromkeys((*fields.stop_token_ids, *ends))),
         ignore_eos=fields.ignore_eos,
     )

@@ -13,6 +13,11 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends an answer, the chat template's end of turn included."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
     def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:

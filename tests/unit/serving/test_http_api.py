@@ -108,7 +108,7 @@ async def test_a_chat_answer(app: App) -> None:
     assert body["object"] == "chat.completion"
     choice = body["choices"][0]
     assert choice["message"]["role"] == "assistant"
-    assert choice["message"]["content"] == "user\nhello"  # the prompt without its special tokens
+    assert choice["message"]["content"] == "user\nhello\na"  # the prompt without its turn tokens
     assert choice["finish_reason"] == "length"
     usage = body["usage"]
     assert usage["completion_tokens"] == 12
@@ -126,7 +126,7 @@ async def test_a_chat_stream(app: App) -> None:
     assert len({chunk["id"] for chunk in chunks}) == 1
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks[:-1])
-    assert text == "user\nhello"
+    assert text == "user\nhello\na"
     assert chunks[-2]["choices"][0]["finish_reason"] == "length"
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1]["choices"] == []

@@ -16,6 +16,7 @@ class CharTokenizer:
     """One token a character."""
 
     vocab_size = 0x250
+    eos_token_ids = (3,)
 
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text]
@@ -35,6 +36,13 @@ def refused(body: dict[str, Any], parse: Any = parse_chat) -> RequestError:
     with pytest.raises(RequestError) as caught:
         parse(body, MODEL)
     return caught.value
+
+
+def test_the_template_ends_a_turn_unless_it_is_ignored() -> None:
+    sampling = parse_chat(chat(stop_token_ids=[9, 3]), MODEL).requests[0].sampling
+    assert sampling.stop_token_ids == (9, 3)
+    assert parse_chat(chat(), MODEL).requests[0].sampling.stop_token_ids == (3,)
+    assert parse_chat(chat(ignore_eos=True), MODEL).requests[0].sampling.stop_token_ids == ()
 
 
 @pytest.mark.parametrize(
