@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from dspark_kernels.choose import argmax
 from torch import Tensor
 
 from dspark_ray.core.types import SamplingParams
@@ -58,7 +59,7 @@ def _rows_of(requests: Seq[VerifyRequest]) -> list[int]:
 def _verify_greedy(logits: Tensor, requests: Seq[VerifyRequest]) -> list[Verdict]:
     rows = _rows_of(requests)
     wanted = logits if len(rows) == logits.shape[0] else logits[rows]
-    best = wanted.argmax(dim=-1).tolist()
+    best = argmax(wanted).tolist()
     verdicts, start = [], 0
     for request in requests:
         count = _leading_matches(request.draft_tokens, best[start:])

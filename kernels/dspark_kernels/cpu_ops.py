@@ -41,6 +41,8 @@ class CpuOps:
         self._attention = _bind(
             library, "dspark_attention", _INT, *[_POINTER] * 9, *[_LONG] * 8, _FLOAT, _INT
         )
+        self._argmax = _bind(library, "dspark_argmax", _INT, _POINTER, _POINTER, _LONG, _LONG, _INT)
+        self._chain = _bind(library, "dspark_markov_chain", _INT, *[_POINTER] * 7, *[_LONG] * 4, _INT)
 
         library.dspark_has_linear.restype = _INT
         self.has_linear = bool(library.dspark_has_linear())
@@ -100,6 +102,37 @@ class CpuOps:
             torch.get_num_threads(),
         )
         return out
+
+    def argmax(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty(len(x), dtype=torch.int64)
+        self._argmax(TYPES[x.dtype], out.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads())
+        return out
+
+    def markov_chain(
+        self, base: Tensor, w1: Tensor, w2: Tensor, anchors: Tensor, vocab_map: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if not base.dtype == w1.dtype == w2.dtype:
+            return torch_ops.markov_chain(base, w1, w2, anchors, vocab_map)
+        base = base.contiguous()
+        requests, slots, vocab = base.shape
+        ids, previous = torch.empty((2, requests, slots), dtype=torch.int64)
+        self._chain(
+            TYPES[base.dtype],
+            ids.data_ptr(),
+            previous.data_ptr(),
+            base.data_ptr(),
+            w1.data_ptr(),
+            w2.data_ptr(),
+            anchors.data_ptr(),
+            None if vocab_map is None else vocab_map.data_ptr(),
+            requests,
+            slots,
+            w2.shape[0],
+            vocab,
+            torch.get_num_threads(),
+        )
+        return ids, previous
 
     def qkv_rope(
         self,

@@ -37,6 +37,12 @@ class Ops(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    def argmax(self, x: Tensor) -> Tensor: ...
+
+    def markov_chain(
+        self, base: Tensor, w1: Tensor, w2: Tensor, anchors: Tensor, vocab_map: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+
     def qkv_rope(
         self,
         qkv: Tensor,

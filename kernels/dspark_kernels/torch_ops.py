@@ -13,8 +13,10 @@ from dspark_kernels.torch_attention import block_attention, paged_attention
 
 __all__ = [
     "add_rms_norm",
+    "argmax",
     "block_attention",
     "k_rope_store",
+    "markov_chain",
     "paged_attention",
     "qkv_rope",
     "qkv_rope_store",
@@ -37,6 +39,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def argmax(x: Tensor) -> Tensor:
+    return x.argmax(dim=-1)
+
+
+def markov_chain(
+    base: Tensor, w1: Tensor, w2: Tensor, anchors: Tensor, vocab_map: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    previous, seen, ids = anchors, [], []
+    for slot in range(base.shape[1]):
+        seen.append(previous)
+        chosen = (base[:, slot].float() + w1[previous].float() @ w2.float()).argmax(dim=-1)
+        previous = chosen if vocab_map is None else vocab_map[chosen]
+        ids.append(previous)
+    return torch.stack(ids, dim=1), torch.stack(seen, dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -359,7 +359,7 @@ def test_gradients_and_other_types_use_the_reference():
     assert dispatch.ops_for(x.double()) is torch_ops
     assert dispatch.ops_for(x, torch.ones(64, requires_grad=True)) is torch_ops
     with torch.no_grad():
-        assert dispatch.ops_for(x, torch.ones(64, requires_grad=True)) is dispatch.cpu_version()
+        assert dispatch.ops_for(x, torch.ones(64, requires_grad=True)) is dispatch.cpu
 
 
 def test_the_public_functions_run_the_chosen_version():
@@ -369,3 +369,29 @@ def test_the_public_functions_run_the_chosen_version():
     assert_same(paged_attention(q, k_cache, v_cache, batch, 0.2), expected)
     expected = naive_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.2)
     assert_same(block_attention(q, k_block, v_block, k_cache, v_cache, batch, 0.2), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 5, 31, 1024, 1025, 5000])
+def test_argmax_takes_the_first_of_the_largest(cpu: CpuOps, dtype: torch.dtype, size: int) -> None:
+    x = torch.randn(7, size).to(dtype)
+    x[0] = -3.0
+    x[1, size // 2 :] = 9.0
+    x[2] = float("-inf")
+    expected = [int((row == row.max()).nonzero()[0]) for row in x]
+    assert cpu.argmax(x).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("requests", "rank", "vocab"), [(1, 8, 40), (3, 64, 1500), (9, 5, 1024)])
+def test_markov_chain(cpu: CpuOps, dtype: torch.dtype, requests: int, rank: int, vocab: int) -> None:
+    base = torch.randn(requests, 4, vocab).to(dtype)
+    w1, w2 = torch.randn(2 * vocab, rank).to(dtype), torch.randn(rank, vocab).to(dtype)
+    anchors = torch.randint(0, 2 * vocab, (requests,))
+    for vocab_map in (None, torch.arange(vocab) * 2 + 1):
+        expected = torch_ops.markov_chain(base, w1, w2, anchors, vocab_map)
+        found = cpu.markov_chain(base, w1, w2, anchors, vocab_map)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+    flipped = cpu.markov_chain(base, w1, -w2, anchors, None)[0]
+    assert not torch.equal(flipped, cpu.markov_chain(base, w1, w2, anchors, None)[0])

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from dspark_kernels.activation import silu_mul
 from dspark_kernels.attention import PagedBatch, block_attention
+from dspark_kernels.choose import argmax, markov_chain
 from dspark_kernels.linear import PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import k_rope_store, qkv_rope
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
-from dspark_ray.core.types import FloatArray, SamplingParams
+from dspark_ray.core.types import FloatArray
 from dspark_ray.models.drafters.base import (
     DRAFTERS,
     ContextRows,
@@ -190,25 +191,13 @@ class DSparkDrafter:
         hidden = self.backbone.forward(requests)[:, : self.num_draft_tokens]  # [R, γ, H]
         flat = hidden.reshape(-1, hidden.shape[-1])
         base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, γ, Vd]
-        sampler = _Sampler([r.sampling for r in requests], [r.uniforms for r in requests], base.shape[-1])
-        heads = self.heads
-        previous = torch.tensor([r.token_ids[-1] for r in requests])
-        tokens: list[Tensor] = []
-        biases: list[Tensor] = []
-        for position in range(self.num_draft_tokens):
-            logits = base[:, position]
-            if heads.w1 is not None and heads.w2 is not None:
-                embedded = heads.w1[previous]  # [R, r]
-                biases.append(embedded)
-                logits = logits + embedded @ heads.w2
-            choice = sampler.choose(logits, position)
-            previous = choice if self.vocab_map is None else self.vocab_map[choice]
-            tokens.append(previous)
-        confidence_logits = self._confidence_logits(hidden, biases)
+        chain = self._chain(base, requests)
+        confidence_logits = self._confidence_logits(hidden, chain.previous)
+        greedy = np.array([r.sampling.temperature == 0.0 for r in requests])
         return DraftBlock(
-            token_ids=torch.stack(tokens, dim=1).tolist(),
-            confidences=self._confidence(confidence_logits, sampler.greedy),
-            draft_probs=sampler.draft_probs(),
+            token_ids=chain.token_ids.tolist(),
+            confidences=self._confidence(confidence_logits, greedy),
+            draft_probs=list(chain.draft_probs),
             confidence_logits=confidence_logits,
         )
 
@@ -221,44 +210,69 @@ class DSparkDrafter:
             f"draft vocabulary {vocab}, confidences {self._confidence.source}"
         )
 
-    def _confidence_logits(self, hidden: Tensor, markov: list[Tensor]) -> FloatArray:
-        """w·[h_k; W1[x_{k−1}]] + b. hidden [R, γ, H] → [R, γ] float32"""
+    def _chain(self, base: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
+        """The sequential head over base logits [R, γ, Vd], greedy and sampled requests apart."""
+        anchors = torch.tensor([r.token_ids[-1] for r in requests])
+        sampled = [i for i, r in enumerate(requests) if r.sampling.temperature > 0.0]
+        if not sampled:
+            return self._greedy_chain(base, anchors)
+        tokens = torch.empty(base.shape[:2], dtype=torch.int64)
+        previous = torch.empty_like(tokens)
+        draft_probs: list[Tensor | None] = [None] * len(requests)
+        greedy = [i for i in range(len(requests)) if i not in set(sampled)]
+        for rows, chain in (
+            (greedy, self._greedy_chain(base[greedy], anchors[greedy]) if greedy else None),
+            (sampled, self._sampled_chain(base[sampled], anchors[sampled], [requests[i] for i in sampled])),
+        ):
+            if chain is not None:
+                tokens[rows], previous[rows] = chain.token_ids, chain.previous
+                for row, probs in zip(rows, chain.draft_probs, strict=True):
+                    draft_probs[row] = probs
+        return _Chain(tokens, previous, draft_probs)
+
+    def _greedy_chain(self, base: Tensor, anchors: Tensor) -> "_Chain":
+        heads = self.heads
+        nothing: list[Tensor | None] = [None] * len(base)
+        if heads.w1 is not None and heads.w2 is not None:
+            return _Chain(*markov_chain(base, heads.w1, heads.w2, anchors, heads.vocab_map), nothing)
+        chosen = argmax(base.reshape(-1, base.shape[-1])).view(base.shape[:2])
+        tokens = chosen if heads.vocab_map is None else heads.vocab_map[chosen]
+        return _Chain(tokens, torch.cat([anchors[:, None], tokens[:, :-1]], dim=1), nothing)
+
+    def _sampled_chain(self, base: Tensor, anchors: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
+        """Inverse-CDF draws from q, the distribution after the request's own temperature and filters."""
+        heads = self.heads
+        columns = sampling_rows([r.sampling for r in requests], base.shape[-1])
+        uniforms = torch.from_numpy(np.stack([r.uniforms for r in requests]))  # [R, γ]
+        token, tokens, previous, probs = anchors, [], [], []
+        for slot in range(base.shape[1]):
+            previous.append(token)
+            logits = base[:, slot].float()
+            if heads.w1 is not None and heads.w2 is not None:
+                logits = logits + heads.w1[token].float() @ heads.w2.float()
+            probs.append(filtered_probs(logits, columns))
+            chosen = sample_from(probs[-1], uniforms[:, slot])
+            token = chosen if heads.vocab_map is None else heads.vocab_map[chosen]
+            tokens.append(token)
+        by_request = list(torch.stack(probs, dim=1))  # R × [γ, Vd]
+        return _Chain(torch.stack(tokens, dim=1), torch.stack(previous, dim=1), by_request)
+
+    def _confidence_logits(self, hidden: Tensor, previous: Tensor) -> FloatArray:
+        """w·[h_k; W1[x_{k−1}]] + b. hidden [R, γ, H], previous [R, γ] → [R, γ] float32"""
         heads = self.heads
         logits = hidden.float() @ heads.confidence_hidden
-        if heads.confidence_markov is not None:
-            logits = logits + torch.stack(markov, dim=1).float() @ heads.confidence_markov
+        if heads.confidence_markov is not None and heads.w1 is not None:
+            logits = logits + heads.w1[previous].float() @ heads.confidence_markov
         return np.asarray((logits + heads.confidence_bias).numpy(), dtype=np.float32)
 
 
-class _Sampler:
-    """Chooses draft tokens: argmax for greedy rows, inverse CDF of the filtered q for the others."""
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """What the sequential head chose."""
 
-    def __init__(self, params: list[SamplingParams], uniforms: list[np.ndarray], draft_vocab: int) -> None:
-        self.greedy = np.array([p.temperature == 0.0 for p in params])
-        self._sampled = torch.from_numpy(np.flatnonzero(~self.greedy))
-        sampled = [int(i) for i in self._sampled]
-        self._rows = sampling_rows([params[i] for i in sampled], draft_vocab) if sampled else None
-        if sampled:
-            self._uniforms = torch.from_numpy(np.stack([uniforms[i] for i in sampled]))  # [R', γ]
-        self._probs: list[Tensor] = []
-
-    def choose(self, logits: Tensor, position: int) -> Tensor:
-        """[R, Vd] → draft ids [R]"""
-        choice = logits.argmax(dim=-1)
-        if self._rows is not None:
-            probs = filtered_probs(logits[self._sampled], self._rows)
-            self._probs.append(probs)
-            choice[self._sampled] = sample_from(probs, self._uniforms[:, position])
-        return choice
-
-    def draft_probs(self) -> list[Tensor | None]:
-        """Per request the distributions its tokens were drawn from, [γ, Vd]; None for greedy ones."""
-        result: list[Tensor | None] = [None] * len(self.greedy)
-        if self._probs:
-            stacked = torch.stack(self._probs, dim=1)  # [R', γ, Vd]
-            for row, index in enumerate(self._sampled.tolist()):
-                result[index] = stacked[row]
-        return result
+    token_ids: Tensor  # [R, γ] target ids
+    previous: Tensor  # [R, γ] the token before each
+    draft_probs: Sequence[Tensor | None]  # R × [γ, Vd]; None: greedy, one-hot
 
 
 def _check_fits(config: DSparkConfig, target: Decoder, context: DrafterContext) -> None:

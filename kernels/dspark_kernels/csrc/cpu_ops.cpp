@@ -14,6 +14,7 @@
 #include "vec.h"
 
 #include "attention.h"
+#include "choose.h"
 #include "linear.h"
 
 namespace {
@@ -155,6 +156,24 @@ void dspark_attention(int type, const void* q, const void* k_block, const void* 
     attention::run<bf16>(a, threads);
   else
     attention::run<float>(a, threads);
+}
+
+void dspark_argmax(int type, void* out, const void* x, int64_t rows, int64_t size, int threads) {
+  if (type)
+    choose::argmax((int64_t*)out, (const bf16*)x, rows, size, threads);
+  else
+    choose::argmax((int64_t*)out, (const float*)x, rows, size, threads);
+}
+
+void dspark_markov_chain(int type, void* ids, void* previous, const void* base, const void* w1, const void* w2,
+                         const void* anchors, const void* vocab_map, int64_t requests, int64_t slots, int64_t rank,
+                         int64_t vocab, int threads) {
+  if (type)
+    choose::markov_chain((int64_t*)ids, (int64_t*)previous, (const bf16*)base, (const bf16*)w1, (const bf16*)w2,
+                         (const int64_t*)anchors, (const int64_t*)vocab_map, requests, slots, rank, vocab, threads);
+  else
+    choose::markov_chain((int64_t*)ids, (int64_t*)previous, (const float*)base, (const float*)w1, (const float*)w2,
+                         (const int64_t*)anchors, (const int64_t*)vocab_map, requests, slots, rank, vocab, threads);
 }
 
 // Whether dspark_linear does anything on this CPU.
