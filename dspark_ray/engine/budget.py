@@ -11,12 +11,13 @@ import numpy as np
 
 from dspark_ray.core.config import SpeculationConfig
 from dspark_ray.core.types import FloatArray, VerificationMode
-from dspark_ray.engine.sequence import Sequence
+from dspark_ray.engine.sequence import STALE_STEPS, Sequence
 from dspark_ray.scheduling.cap import TokenBucket
 from dspark_ray.scheduling.correction import OnlineCorrection
 from dspark_ray.scheduling.gate import GateSettings, should_draft, speculation_pays
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
+from dspark_ray.scheduling.width import DraftWidth
 
 _PRIOR_SMOOTHING = 0.05  # weight of one step's mean survival in the prior of a new request
 _SWITCH_PROBE_STEPS = 64  # with speculation switched off, one step in so many drafts, to keep learning
@@ -46,6 +47,7 @@ class BudgetPlanner:
             config.num_draft_tokens, 0.5, dtype=np.float32
         )  # mean survival, old drafts only
         self._prior_queue: list[FloatArray] = []
+        self._width = DraftWidth(config.num_draft_tokens)
         self._pays = True
         self._steps_switched_off = 0
 
@@ -77,6 +79,7 @@ class BudgetPlanner:
         decision = LENGTH_RULES.get(self._rule())(view)
         if self.bucket is not None:
             self.bucket.take(decision.budget)
+        self._width.note(decision.lens, max_lens)
         for sequence, length, wanted in zip(decoding, decision.lens, max_lens, strict=True):
             if wanted > 0:
                 sequence.zero_budget_steps = 0 if length else sequence.zero_budget_steps + 1
@@ -84,7 +87,7 @@ class BudgetPlanner:
 
     def wants_draft(self, decoding: list[Sequence], load: Load) -> list[Sequence]:
         """The requests to draft for the next step, decided from past steps only."""
-        if self.mode is VerificationMode.OFF:
+        if self.mode is VerificationMode.OFF or self._config.fixed_tokens == 0:
             return []
         candidates = [s for s in decoding if s.remaining_tokens > 1]
         if self.mode is not VerificationMode.ADAPTIVE:
@@ -99,18 +102,32 @@ class BudgetPlanner:
                 chosen.append(sequence)
         return chosen
 
-    def note_draft(self, survival: FloatArray) -> None:
-        """A step's fresh scores [R, γ]; they reach the prior only once they are two steps old."""
-        self._prior_queue.append(survival.mean(axis=0))
-        if len(self._prior_queue) > 2:
-            self._prior += _PRIOR_SMOOTHING * (self._prior_queue.pop(0) - self._prior)
+    def draft_tokens(self) -> int:
+        """How many tokens to draft for each request, from past steps only."""
+        if self.mode is VerificationMode.FIXED:
+            fixed = self._config.fixed_tokens
+            return self.num_draft_tokens if fixed is None else max(1, fixed)
+        return self._width.tokens()
+
+    def note_draft(self, survival: FloatArray, width: int) -> None:
+        """A step's fresh scores [R, γ], zero from `width` on; they reach the prior once two steps old."""
+        self._prior_queue.append(survival[:, :width].mean(axis=0))
+        if len(self._prior_queue) > STALE_STEPS:
+            old = self._prior_queue.pop(0)
+            self._prior[: len(old)] += _PRIOR_SMOOTHING * (old - self._prior[: len(old)])
+
+    def draft_ms(self, num_requests: int) -> float:
+        """Predicted time to draft for that many requests at the present width."""
+        if self.table is None:
+            return 0.0
+        return self.table.draft_cost_ms(num_requests * self.draft_tokens() / self.num_draft_tokens)
 
     def predict_ms(self, rows: int, num_drafting: int, context_tokens: int) -> tuple[float, float]:
         """(table's, corrected) time of a step of `rows` rows and the drafting after it."""
         if self.table is None:
             return 0.0, 0.0
         verify = self.table.verify_cost_ms(rows, context_tokens)
-        draft = self.table.draft_cost_ms(num_drafting)
+        draft = self.draft_ms(num_drafting)
         factor = float(self.correction.factor(np.array([rows]))[0])
         return verify, verify * factor + draft
 
@@ -130,7 +147,7 @@ class BudgetPlanner:
             self.correction,
             base_rows=max(1, count + load.prefill_rows),
             max_draft_tokens=max_tokens,
-            num_drafting=num_drafting,
+            num_drafting=num_drafting * self.draft_tokens() / self.num_draft_tokens,
             context_tokens=load.context_tokens,
         )
 
@@ -146,9 +163,7 @@ class BudgetPlanner:
         if self.table is None or count == 0:
             return count > 0
         cost = self._cost_ms(count, load, count * self.num_draft_tokens, 0)
-        self._pays = speculation_pays(
-            self._prior, count, cost, self.table.draft_cost_ms(count), now_on=self._pays
-        )
+        self._pays = speculation_pays(self._prior, count, cost, self.draft_ms(count), now_on=self._pays)
         if self._pays:
             self._steps_switched_off = 0
             return True

@@ -277,12 +277,13 @@ class Engine:
         chosen = self.budget.wants_draft(decoding, self._load(decoding))
         if not chosen:
             return 0
-        gamma = self.config.speculation.num_draft_tokens
+        width = self.budget.draft_tokens()
         block = self.drafter.propose(
-            [DraftRequest(s.token_ids, s.blocks, s.request.sampling, s.rng.random(gamma)) for s in chosen]
+            [DraftRequest(s.token_ids, s.blocks, s.request.sampling, s.rng.random(width)) for s in chosen]
         )
-        scores = survival(block.confidences).astype(np.float32)
-        self.budget.note_draft(scores)
+        scores = np.zeros((len(chosen), self.counters.block_size), dtype=np.float32)
+        scores[:, :width] = survival(block.confidences)
+        self.budget.note_draft(scores, width)
         for row, sequence in enumerate(chosen):
             self._keep_draft(sequence, block, row, scores[row])
         return len(chosen)
@@ -302,7 +303,7 @@ class Engine:
         rows = len(batch.token_ids)
         table_ms, predicted_ms = self.budget.predict_ms(rows, num_drafted, batch.context_tokens)
         if table_ms > 0:
-            draft_ms = self.budget.table.draft_cost_ms(num_drafted) if self.budget.table else 0.0
+            draft_ms = self.budget.draft_ms(num_drafted)
             self.budget.correction.update(rows, table_ms, max(measured_ms - draft_ms, 0.0))
         verified = sum(w.num_rows - 1 for w in batch.work if w.decoding)
         decoding = sum(w.decoding for w in batch.work)

@@ -78,8 +78,11 @@ class StepTable:
         cost = cost + self.context_ms_per_token * context_tokens
         return cost if isinstance(rows, np.ndarray) else float(cost[0])
 
-    def draft_cost_ms(self, num_requests: int) -> float:
-        """Predicted time to draft for `num_requests`; 0 for none, and for a table without a drafter."""
+    def draft_cost_ms(self, num_requests: float) -> float:
+        """Predicted time to draft for `num_requests`; 0 for none, and for a table without a drafter.
+
+        Shorter blocks count as fewer requests: what is counted is rows of the drafter.
+        """
         if num_requests <= 0 or not len(self.requests):
             return 0.0
         wanted = np.asarray([num_requests], dtype=np.float64)
@@ -144,7 +147,7 @@ def cost_curve(
     *,
     base_rows: int,
     max_draft_tokens: int,
-    num_drafting: int,
+    num_drafting: float,
     context_tokens: float = 0.0,
 ) -> Float64Array:
     """Predicted time of a step with B = 0..max_draft_tokens draft tokens, drafting included. → [B + 1] ms

@@ -32,17 +32,18 @@ class DraftRequest:
     token_ids: Sequence[int]  # everything so far, anchor last
     blocks: Sequence[int]  # its KV blocks
     sampling: SamplingParams
-    uniforms: NDArray[np.float64]  # [γ] in [0, 1): the randomness of the drafted tokens
+    # [n] in [0, 1): the randomness of the drafted tokens. n ≤ γ tokens are wanted, for all requests alike.
+    uniforms: NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """Proposals for R requests. A drafter may propose fewer than γ tokens for some."""
+    """Proposals for R requests, n tokens wanted of each. A drafter may propose fewer for some."""
 
-    token_ids: list[list[int]]  # R lists of ≤ γ target token ids
-    confidences: FloatArray  # [R, γ] calibrated chance to survive, given that all before did
+    token_ids: list[list[int]]  # R lists of ≤ n target token ids
+    confidences: FloatArray  # [R, n] calibrated chance to survive, given that all before did
     draft_probs: list[Tensor | None]  # R × [len, Vd] distribution each token was drawn from; None: one-hot
-    confidence_logits: FloatArray | None = None  # [R, γ] as the head gave them, for calibration
+    confidence_logits: FloatArray | None = None  # [R, n] as the head gave them, for calibration
 
 
 @dataclass(frozen=True, slots=True)

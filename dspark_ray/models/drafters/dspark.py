@@ -101,15 +101,14 @@ class Backbone:
                 rows.slots,
             )
 
-    def forward(self, requests: Sequence[DraftRequest]) -> Tensor:
-        """Hidden states [R, block_size, H] of the blocks [anchor, mask × (block_size − 1)]."""
+    def forward(self, requests: Sequence[DraftRequest], size: int) -> Tensor:
+        """Hidden states [R, size, H] of the blocks [anchor, mask × (size − 1)]."""
         config, eps = self.config, self.config.rms_norm_eps
-        size = config.block_size
         ids = torch.full((len(requests), size), config.mask_token_id)
         ids[:, 0] = torch.tensor([r.token_ids[-1] for r in requests])
         anchors = torch.tensor([len(r.token_ids) - 1 for r in requests])
         cos, sin = self.rope.at((anchors.unsqueeze(1) + torch.arange(size)).view(-1))
-        batch = self._paged(requests, anchors)
+        batch = self._paged(requests, anchors, size)
         residual = self.target.embedding[ids.view(-1)]
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
@@ -131,13 +130,12 @@ class Backbone:
             normed, residual = add_rms_norm(mlp, residual, next_norm, eps)
         return normed.view(len(requests), size, -1)
 
-    def _paged(self, requests: Sequence[DraftRequest], anchors: Tensor) -> PagedBatch:
+    def _paged(self, requests: Sequence[DraftRequest], anchors: Tensor, size: int) -> PagedBatch:
         """Context of each request: the keys before its anchor."""
         used = [-(-(len(r.token_ids) - 1) // self.kv_block_size) for r in requests]
         tables = np.zeros((len(requests), max(1, *used) if used else 1), dtype=np.int32)
         for row, (request, count) in enumerate(zip(requests, used, strict=True)):
             tables[row, :count] = request.blocks[:count]
-        size = self.config.block_size
         return PagedBatch(
             query_start=torch.arange(0, (len(requests) + 1) * size, size, dtype=torch.int32),
             kv_len=anchors.to(torch.int32),
@@ -188,9 +186,11 @@ class DSparkDrafter:
         """Nothing to learn online: the confidence head is trained and calibrated."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
-        hidden = self.backbone.forward(requests)[:, : self.num_draft_tokens]  # [R, γ, H]
+        # A shorter block than the trained one drafts its first tokens as well as the whole block does
+        # (LOG.md), and costs less: masks carry no information.
+        hidden = self.backbone.forward(requests, len(requests[0].uniforms))  # [R, n, H]
         flat = hidden.reshape(-1, hidden.shape[-1])
-        base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, γ, Vd]
+        base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, n, Vd]
         chain = self._chain(base, requests)
         confidence_logits = self._confidence_logits(hidden, chain.previous)
         greedy = np.array([r.sampling.temperature == 0.0 for r in requests])

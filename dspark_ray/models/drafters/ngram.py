@@ -61,8 +61,9 @@ class NgramDrafter:
         """Nothing to keep: the tokens are the context."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
-        tokens = [self._continuation(request.token_ids) for request in requests]
-        confidences = np.tile(self._rates.rates, (len(requests), 1))
+        wanted = len(requests[0].uniforms)
+        tokens = [self._continuation(request.token_ids, wanted) for request in requests]
+        confidences = np.tile(self._rates.rates[:wanted], (len(requests), 1))
         for row, proposal in enumerate(tokens):
             confidences[row, len(proposal) :] = 0.0
         return DraftBlock(tokens, confidences, [None] * len(tokens))
@@ -73,7 +74,7 @@ class NgramDrafter:
     def describe(self) -> str:
         return f"ngram look-up of {self._shortest}-{self._longest} tokens, γ={self.num_draft_tokens}"
 
-    def _continuation(self, token_ids: Sequence[int]) -> list[int]:
+    def _continuation(self, token_ids: Sequence[int], wanted: int) -> list[int]:
         history = np.asarray(token_ids, dtype=np.int64)
         for length in range(self._longest, self._shortest - 1, -1):
             if len(history) <= length:
@@ -82,5 +83,5 @@ class NgramDrafter:
             matches = np.flatnonzero((windows == history[-length:]).all(axis=1))
             if len(matches):
                 start = int(matches[-1]) + length
-                return history[start : start + self.num_draft_tokens].tolist()
+                return history[start : start + wanted].tolist()
         return []
