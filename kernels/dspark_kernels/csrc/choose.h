@@ -52,6 +52,23 @@ void argmax(int64_t* out, const T* x, int64_t rows, int64_t size, int threads) {
   }
 }
 
+constexpr int kTogether = 8;  // terms added to a score while it is in a register
+
+// scores += Σ_{j < N} e_j · w2[j], the rows of w2 `stride` apart.
+template <int N, class T>
+void add_columns(float* scores, const T* e, const T* w2, int64_t stride, int64_t size) {
+  vf factors[N];
+  for (int j = 0; j < N; j++) factors[j] = splat(to_float(e[j]));
+  int64_t i = 0;
+  for (; i + W <= size; i += W) {
+    vf v = load(scores + i);
+    for (int j = 0; j < N; j++) v += factors[j] * load(w2 + j * stride + i);
+    store(scores + i, v);
+  }
+  for (; i < size; i++)
+    for (int j = 0; j < N; j++) scores[i] += to_float(e[j]) * to_float(w2[j * stride + i]);
+}
+
 // scores = base + Σ_j e_j · w2[j], a chunk of columns at a time.
 template <class T>
 int64_t biased_argmax(const T* base, const T* e, const T* w2, int64_t rank, int64_t vocab) {
@@ -63,12 +80,9 @@ int64_t biased_argmax(const T* base, const T* e, const T* w2, int64_t rank, int6
       vf v = load_some(base + at + i, size - i);
       store_some(scores + i, v, size - i);
     }
-    for (int64_t j = 0; j < rank; j++) {
-      vf factor = splat(to_float(e[j]));
-      const T* column = w2 + j * vocab + at;
-      for (int64_t i = 0; i < size; i += W)
-        store_some(scores + i, load_some(scores + i, size - i) + factor * load_some(column + i, size - i), size - i);
-    }
+    int64_t j = 0;
+    for (; j + kTogether <= rank; j += kTogether) add_columns<kTogether>(scores, e + j, w2 + j * vocab + at, vocab, size);
+    for (; j < rank; j++) add_columns<1>(scores, e + j, w2 + j * vocab + at, vocab, size);
     consider(best, scores, at, size);
   }
   return best.index;

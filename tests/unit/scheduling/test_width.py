@@ -1,5 +1,7 @@
 """The width of drafts: shrinks to what is verified, grows again one token at a time."""
 
+import itertools
+
 import numpy as np
 
 from dspark_ray.scheduling.width import DraftWidth
@@ -35,7 +37,7 @@ def test_grows_again_when_the_spare_token_is_verified() -> None:
         note(width, [width.tokens()])
         seen.append(width.tokens())
     assert seen[-1] == 7
-    assert all(b - a <= 1 for a, b in zip(seen, seen[1:], strict=False))
+    assert all(b - a <= 1 for a, b in itertools.pairwise(seen))
 
 
 def test_a_rare_long_draft_does_not_widen_every_block() -> None:
