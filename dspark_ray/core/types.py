@@ -34,11 +34,14 @@ class VerificationMode(StrEnum):
     ADAPTIVE = "adaptive"
 
 
+MIN_TEMPERATURE = 1e-5
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen and when the request ends (stop strings are the detokeniser's job)."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # below MIN_TEMPERATURE: greedy
     top_p: float = 1.0
     top_k: int | None = None
     min_p: float = 0.0
@@ -46,6 +49,11 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken: at temperature 0, and where dividing by it would overflow."""
+        return self.temperature < MIN_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ class Verdict:
 
 def verify(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     """Verdicts in the order of `requests`. logits [M, V]; vocab_map [Vd] draft id → target id or None."""
-    greedy = [i for i, r in enumerate(requests) if r.sampling.temperature == 0.0]
-    sampled = [i for i, r in enumerate(requests) if r.sampling.temperature > 0.0]
+    greedy = [i for i, r in enumerate(requests) if r.sampling.greedy]
+    sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
     verdicts: list[Verdict | None] = [None] * len(requests)
     if greedy:
         for index, verdict in zip(greedy, _verify_greedy(logits, [requests[i] for i in greedy]), strict=True):

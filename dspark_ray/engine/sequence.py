@@ -60,7 +60,7 @@ class Sequence:
 
     @property
     def greedy(self) -> bool:
-        return self.request.sampling.temperature == 0.0
+        return self.request.sampling.greedy
 
     def stale_survival(self) -> FloatArray | None:
         """Scores at least two steps old, or None: never the current block's."""

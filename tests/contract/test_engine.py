@@ -318,6 +318,13 @@ def test_the_models_last_position_can_be_used(checkpoint: Path) -> None:
     check_empty(engine)
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1e-45, 5e-324])
+def test_a_vanishing_temperature_is_greedy(checkpoint: Path, temperature: float) -> None:
+    engine = tiny_engine(checkpoint, vocab_size=VOCAB)
+    item = request("0", prompts(1)[0], temperature=temperature, max_tokens=24)
+    assert run(engine, [item])["0"] == plain_texts()["0"]
+
+
 def test_seeded_sampling_repeats(checkpoint: Path) -> None:
     texts = []
     for _ in range(2):

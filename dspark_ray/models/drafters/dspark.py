@@ -193,7 +193,7 @@ class DSparkDrafter:
         base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, n, Vd]
         chain = self._chain(base, requests)
         confidence_logits = self._confidence_logits(hidden, chain.previous)
-        greedy = np.array([r.sampling.temperature == 0.0 for r in requests])
+        greedy = np.array([r.sampling.greedy for r in requests])
         return DraftBlock(
             token_ids=chain.token_ids.tolist(),
             confidences=self._confidence(confidence_logits, greedy),
@@ -213,7 +213,7 @@ class DSparkDrafter:
     def _chain(self, base: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
         """The sequential head over base logits [R, γ, Vd], greedy and sampled requests apart."""
         anchors = torch.tensor([r.token_ids[-1] for r in requests])
-        sampled = [i for i, r in enumerate(requests) if r.sampling.temperature > 0.0]
+        sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
         if not sampled:
             return self._greedy_chain(base, anchors)
         tokens = torch.empty(base.shape[:2], dtype=torch.int64)
