@@ -52,8 +52,9 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken: at temperature 0, and where dividing by it would overflow."""
-        return self.temperature < MIN_TEMPERATURE
+        """Whether the likeliest token is taken: also where dividing by the temperature would overflow, and
+        for top_k 1, so that it breaks ties as temperature 0 does."""
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     usage: RequestUsage | None = None
     error: str = ""  # set with FinishReason.ERROR
+    step_failed: bool = False  # with ERROR: a step that held this request raised, it may be the cause
 
 
 @dataclass(slots=True)

@@ -1,5 +1,6 @@
 """Who runs in the next step: the waiting queue, blocks for every row, preemption when they run out."""
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 
@@ -42,6 +43,8 @@ class Admission:
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
         if not request.prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")
+        if len(request.emitted_token_ids) >= request.sampling.max_tokens:
+            raise RequestError("max_tokens leaves nothing to generate", param="max_tokens")
         if length > self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(request.prompt_token_ids)} tokens and max_tokens is "
@@ -61,36 +64,53 @@ class Admission:
         self.waiting.append(new_sequence(request, self._arrivals))
         self._arrivals += 1
 
-    def decoding(self) -> list[Sequence]:
-        """Requests that emit in the next step, one row each at least."""
-        return [s for s in self.running if s.is_decoding]
-
     def pending_prefill_rows(self) -> int:
-        """Rows of prompt that the next step could take, as far as they fit."""
+        """Rows of prompt that the next step will take: of requests that run, and of those that can start."""
         tokens = sum(len(s.token_ids) - s.num_computed for s in self.running if not s.is_decoding)
-        for sequence in self.waiting:
-            if tokens >= self.max_step_rows:
+        free_blocks = self.pool.num_free
+        for sequence in itertools.islice(self.waiting, self.max_running - len(self.running)):
+            free_blocks -= self.pool.blocks_for(len(sequence.token_ids))
+            if free_blocks < 0 or tokens >= self.max_step_rows:
                 break
             tokens += len(sequence.token_ids)
         return min(tokens, self.max_step_rows)
 
-    def reserve(self, decoding: list[Sequence], lens: list[int]) -> list[Work]:
-        """Blocks for the rows of this step; may preempt the latest arrivals. The work, decoding first."""
-        work = [
-            Work(s, 1 + length, decoding=True)
-            for s, length in zip(decoding, lens, strict=True)
-            if s in self.running and self._grow(s, len(s.token_ids) + length)
-        ]
-        # A later request may have lost its blocks to an earlier one after its turn.
-        work = [w for w in work if w.sequence in self.running]
+    def decoding(self) -> list[Sequence]:
+        """Requests that emit in the next step, one row each at least."""
+        return [s for s in self.running if s.is_decoding]
+
+    def make_room(self) -> list[Sequence]:
+        """Blocks for every decoding request's anchor, preempting the latest arrivals if need be; then, from
+        what is free only, for its draft. → the decoding requests that still run.
+
+        NOTE: before any length is chosen. Lengths depend on scores that have seen drafted tokens: if they
+        decided who gets the last block, whether a token is verified would depend on its value.
+        """
+        for sequence in self.decoding():
+            if sequence in self.running:
+                self._grow(sequence, len(sequence.token_ids))
+        kept = self.decoding()
+        for sequence in kept:
+            drafted = len(sequence.draft.token_ids) if sequence.draft else 0
+            missing = self.pool.blocks_for(len(sequence.token_ids) + drafted) - len(sequence.blocks)
+            sequence.blocks += self.pool.take(min(max(missing, 0), self.pool.num_free)) or []
+        return kept
+
+    def draft_room(self, sequence: Sequence) -> int:
+        """Draft tokens that the blocks it owns have room for."""
+        return len(sequence.blocks) * self.pool.block_size - len(sequence.token_ids)
+
+    def fill(self, decoding: list[Sequence], lens: list[int]) -> list[Work]:
+        """The step's work: decoding requests with their lengths, then prefill in the rows that are left."""
+        work = [Work(s, 1 + length, decoding=True) for s, length in zip(decoding, lens, strict=True)]
         rows_left = self.max_step_rows - sum(w.num_rows for w in work)
         for sequence in [s for s in self.running if not s.is_decoding]:
-            rows_left -= self._add_chunk(sequence, rows_left, work)
+            rows_left -= _add_chunk(sequence, rows_left, work)
         while rows_left > 0 and self.waiting and len(self.running) < self.max_running:
             sequence = self.waiting[0]
             if not self._start(sequence):
                 break
-            rows_left -= self._add_chunk(sequence, rows_left, work)
+            rows_left -= _add_chunk(sequence, rows_left, work)
         return work
 
     def drop(self, sequence: Sequence) -> None:
@@ -123,26 +143,18 @@ class Admission:
             self.query_tokens += len(sequence.token_ids)
         return True
 
-    def _add_chunk(self, sequence: Sequence, rows_left: int, work: list[Work]) -> int:
-        rows = min(rows_left, len(sequence.token_ids) - sequence.num_computed)
-        if rows <= 0 or sequence not in self.running:
-            return 0
-        work.append(Work(sequence, rows, decoding=False))
-        return rows
-
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks up to `num_tokens`, at others' expense if need be; False if it was itself preempted."""
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """Blocks up to `num_tokens`, at the latest arrivals' expense, its own at last."""
         missing = self.pool.blocks_for(num_tokens) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
             if taken is not None:
                 sequence.blocks += taken
-                break
+                return
             victim = max(self.running, key=lambda s: s.arrival)
             self._preempt(victim)
             if victim is sequence:
-                return False
-        return True
+                return
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the head of the queue; its KV is recomputed (or found in the prefix cache) later."""
@@ -158,3 +170,11 @@ class Admission:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         sequence.num_computed = sequence.num_registered = sequence.prefix_identity = 0
+
+
+def _add_chunk(sequence: Sequence, rows_left: int, work: list[Work]) -> int:
+    """The next rows of a prompt, as many as fit; how many that is."""
+    rows = min(rows_left, len(sequence.token_ids) - sequence.num_computed)
+    if rows > 0:
+        work.append(Work(sequence, rows, decoding=False))
+    return max(rows, 0)

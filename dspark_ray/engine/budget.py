@@ -51,8 +51,10 @@ class BudgetPlanner:
         self._pays = True
         self._steps_switched_off = 0
 
-    def choose(self, decoding: list[Sequence], load: Load, now_ms: float) -> LengthDecision:
-        """Lengths [R] for the decoding requests of this step."""
+    def choose(
+        self, decoding: list[Sequence], room: list[int], load: Load, now_ms: float
+    ) -> LengthDecision:
+        """Lengths [R] for this step's decoding requests; room [R]: draft tokens that their blocks hold."""
         gamma, count = self.num_draft_tokens, len(decoding)
         current = np.zeros((count, gamma), dtype=np.float32)
         stale = np.zeros((count, gamma), dtype=np.float32)
@@ -64,7 +66,7 @@ class BudgetPlanner:
             old = sequence.stale_survival()
             stale[row] = self._prior if old is None else old
             # ℓ drafts emit up to ℓ + 1 tokens; more than what may still be emitted is waste.
-            max_lens[row] = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1)
+            max_lens[row] = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1, room[row])
         view = LengthView(
             current_survival=current,
             stale_survival=stale,
@@ -73,7 +75,7 @@ class BudgetPlanner:
             num_decoding=count,
             cost_ms=self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum())),
             cap_tokens=self._cap(count, load, now_ms),
-            fixed_tokens=self._config.fixed_tokens,
+            fixed_tokens=self._config.fixed_tokens if self.mode is VerificationMode.FIXED else None,
             threshold=self._config.threshold,
         )
         decision = LENGTH_RULES.get(self._rule())(view)
@@ -87,7 +89,9 @@ class BudgetPlanner:
 
     def wants_draft(self, decoding: list[Sequence], load: Load) -> list[Sequence]:
         """The requests to draft for the next step, decided from past steps only."""
-        if self.mode is VerificationMode.OFF or self._config.fixed_tokens == 0:
+        if self.mode is VerificationMode.OFF:
+            return []
+        if self.mode is VerificationMode.FIXED and self._config.fixed_tokens == 0:
             return []
         candidates = [s for s in decoding if s.remaining_tokens > 1]
         if self.mode is not VerificationMode.ADAPTIVE:

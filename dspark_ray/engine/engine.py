@@ -133,11 +133,12 @@ class Engine:
         return outputs
 
     def _plan(self) -> list[Work]:
-        """Lengths by the budget, then blocks for every row."""
+        """Blocks first, then lengths by the budget, then prefill in the rows that are left."""
         self._coupling.expire()
-        decoding = self.admission.decoding()
-        decision = self.budget.choose(decoding, self._load(decoding), self._clock.now_ms())
-        return self.admission.reserve(decoding, decision.lens.tolist())
+        decoding = self.admission.make_room()
+        room = [self.admission.draft_room(s) for s in decoding]
+        decision = self.budget.choose(decoding, room, self._load(decoding), self._clock.now_ms())
+        return self.admission.fill(decoding, decision.lens.tolist())
 
     def _load(self, decoding: Seq[Sequence]) -> Load:
         rows = self.admission.pending_prefill_rows()

@@ -5,7 +5,7 @@ print(run.tokens_per_s, run.counters.tau, [c.token_ids for c in run.completions]
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.errors import QueueFullError, RequestError
@@ -116,7 +116,7 @@ class _Run:
             if self._detokenizers is not None and self._push(flight, output):
                 usage = output.usage or self._engine.usage(output.request_id) or RequestUsage()
                 self._engine.abort(output.request_id)  # harmless if the step ended it anyway
-                self._finish(output.request_id, flight, FinishReason.STOP, usage)
+                self._finish(output.request_id, flight, FinishReason.STOP, _up_to(flight, usage))
                 continue
             if self._detokenizers is None:
                 flight.token_ids += output.token_ids
@@ -158,3 +158,10 @@ class _Run:
 
     def completions(self) -> list[Completion]:
         return [self._done[index] for index in range(len(self._requests))]
+
+
+def _up_to(flight: _Flight, usage: RequestUsage) -> RequestUsage:
+    """`usage` without the tokens behind a stop string, which are not part of the answer."""
+    num_tokens = len(flight.token_ids)
+    accepted = min(usage.accepted_tokens, num_tokens)
+    return replace(usage, completion_tokens=num_tokens, accepted_tokens=accepted)

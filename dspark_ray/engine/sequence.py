@@ -1,5 +1,6 @@
 """One request inside the engine. Mutable, owned by the step loop, never leaves its process."""
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,7 @@ class Sequence:
     survival_history: list[FloatArray] = field(default_factory=list)  # scores of past drafts, newest last
     zero_budget_steps: int = 0
     steps_since_draft: int = 0
+    has_started: bool = False  # stays true when it is preempted
     num_cached: int = 0
     num_drafted: int = 0
     num_verified: int = 0
@@ -89,8 +91,11 @@ STALE_STEPS = 2
 def new_sequence(request: Request, arrival: int) -> Sequence:
     """A sequence at its beginning, or, for a resumed request, after the tokens already sent."""
     seed = request.sampling.seed
-    if seed is not None:  # a resumed request must not replay the noise of its first tokens
-        entropy = np.random.SeedSequence([seed % 2**63, len(request.emitted_token_ids)])
+    if seed is not None:
+        # The prompt too, so that requests of one seed are independent; and a resumed request must not
+        # replay the noise of its first tokens.
+        prompt = int.from_bytes(hashlib.sha256(repr(request.prompt_token_ids).encode()).digest()[:8])
+        entropy = np.random.SeedSequence([seed % 2**63, prompt, len(request.emitted_token_ids)])
     else:
         entropy = np.random.SeedSequence()
     return Sequence(

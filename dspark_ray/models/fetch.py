@@ -113,16 +113,17 @@ def _cached_default(cache: Path, verify: bool, console: Console) -> Path:
         return model_dir
     try:
         model_dir.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(model_dir.with_suffix(".lock"), console):
+            damage = _damage(model_dir, verify)  # again: another process may have made it while we waited
+            if damage is not None and model_dir.exists():
+                console.print(f"The cached model is damaged and is made again: {damage}")
+            if damage is not None:
+                _build_into(model_dir, _build_default, console)
     except OSError as error:
         raise ConfigError(
-            f"cannot create {model_dir.parent}: {error.strerror}; set DSPARK_CACHE_DIR"
+            f"cannot make the model in {model_dir.parent}: {error.strerror or error}; "
+            "make room there, or set DSPARK_CACHE_DIR to another folder"
         ) from error
-    with _locked(model_dir.with_suffix(".lock"), console):
-        damage = _damage(model_dir, verify)  # again: another process may have made it while we waited
-        if damage is not None and model_dir.exists():
-            console.print(f"The cached model is damaged and is made again: {damage}")
-        if damage is not None:
-            _build_into(model_dir, _build_default, console)
     return model_dir
 
 

@@ -83,7 +83,8 @@ def _mask_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     """Keeps the nucleus. Sorting the head of the distribution is enough for almost every row."""
     width = min(_TOP_P_CANDIDATES, probs.shape[1])
     values = probs.topk(width, dim=-1).values
-    if width < probs.shape[1] and bool((values.sum(-1, keepdim=True) < top_p).any()):
+    short = (values.sum(-1, keepdim=True) < top_p) & (top_p < 1.0)
+    if width < probs.shape[1] and bool(short.any()):
         values = probs.sort(dim=-1, descending=True).values
     before = values.cumsum(-1) - values  # mass of the strictly likelier tokens
     last = (before < top_p).sum(-1, keepdim=True).clamp(min=1) - 1

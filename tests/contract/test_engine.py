@@ -295,6 +295,18 @@ def test_resumption_continues_the_text(checkpoint: Path) -> None:
     assert last.usage.completion_tokens == len(plain)
 
 
+def test_a_queue_that_cannot_start_is_no_prefill(checkpoint: Path) -> None:
+    """Waiting requests cost nothing while every place is taken: the budget must not reckon with them."""
+    engine = tiny_engine(checkpoint, vocab_size=VOCAB, engine={"max_running": 4})
+    for item in greedy_requests(12):
+        engine.add_request(item)
+    engine.step()
+    assert engine.stats().num_waiting == 8
+    assert engine.admission.pending_prefill_rows() == 0
+    engine.abort("0")
+    assert engine.admission.pending_prefill_rows() == len(prompts(5)[4])
+
+
 def test_what_can_never_run_is_refused(checkpoint: Path) -> None:
     engine = tiny_engine(checkpoint, vocab_size=VOCAB, engine={"max_waiting": 2, "kv_num_blocks": 16})
     with pytest.raises(RequestError, match="exceed"):

@@ -142,11 +142,11 @@ class Decoder:
         batch: PagedBatch,
         taps: tuple[int, ...] = (),
     ) -> DecoderOutput:
-        """One pass over a flat ragged batch; `taps` are 0-based layers whose outputs are kept."""
+        """One pass over a flat ragged batch; the outputs of `taps` (0-based layers, -1 the embedding) are kept."""
         eps = self.config.rms_norm_eps
         cos_sin = self.rope.at(positions)
         residual = self.embedding[token_ids]
-        kept: list[Tensor] = []
+        kept: list[Tensor] = [residual] if -1 in taps else []
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch)
