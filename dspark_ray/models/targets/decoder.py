@@ -142,7 +142,7 @@ class Decoder:
         batch: PagedBatch,
         taps: tuple[int, ...] = (),
     ) -> DecoderOutput:
-        """One pass over a flat ragged batch; the outputs of `taps` (0-based layers, -1 the embedding) are kept."""
+        """One pass over a flat ragged batch. The outputs of `taps` (0-based; -1: the embedding) are kept."""
         eps = self.config.rms_norm_eps
         cos_sin = self.rope.at(positions)
         residual = self.embedding[token_ids]
