@@ -33,7 +33,9 @@ endef
 $(STAMP): pyproject.toml
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed; name one with PYTHON=..."; exit 1; }
 	@echo "[1/3] virtual environment $(VENV) with $$($(PYTHON) --version)"
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 \
+	  || $(PYTHON) -m venv $$([ ! -f $(VENV)/pyvenv.cfg ] || echo --clear) $(VENV) \
+	  || { echo "no virtual environment; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	@: > $(LOG)
 	@echo "[2/3] $(TORCH) (a few minutes)"
 	$(call pip_install,"$(TORCH)")

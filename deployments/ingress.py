@@ -70,9 +70,12 @@ class ReplicaBackend:
         response = self._server.generate.remote(request)
         try:
             answer = await response
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             response.cancel()
-            raise
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # our caller's wish
+            raise EngineDeadError("the call to the replica was cancelled") from error
         except BackPressureError as error:
             raise QueueFullError("all replicas are busy and the queue is full; try again later") from error
         except DeploymentUnavailableError as error:

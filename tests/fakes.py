@@ -254,7 +254,7 @@ class LocalServer:
                 outputs = self.engine.step()
             except RuntimeError as error:
                 outputs = [
-                    RequestOutput(request_id, (), FinishReason.ERROR, error=str(error))
+                    RequestOutput(request_id, (), FinishReason.ERROR, error=str(error), step_failed=True)
                     for request_id in list(self._ends)
                 ]
             for output in outputs:

@@ -156,7 +156,11 @@ class LocalPartner:
         room = self._local.config.model.max_model_len - num_prompt
         if room < 1:
             raise RequestError("the conversation is longer than the model can hold; /reset starts a new one")
-        return SamplingParams(temperature=self._temperature, max_tokens=min(self._max_tokens, room))
+        return SamplingParams(
+            temperature=self._temperature,
+            max_tokens=min(self._max_tokens, room),
+            stop_token_ids=self._local.tokenizer.eos_token_ids,
+        )
 
 
 class ServerPartner:

@@ -60,6 +60,7 @@ def generate(
                 temperature=temperature,
                 max_tokens=max_tokens,
                 seed=None if seed is None else seed + number,
+                stop_token_ids=local.tokenizer.eos_token_ids,
             ),
         )
         for number, item in enumerate(items)

@@ -1,11 +1,14 @@
-"""`dspark-ray serve CONFIG`: runs `serve run CONFIG`, says when it is ready, and ends it cleanly.
+"""`dspark-ray serve CONFIG`: deploys CONFIG, says when it is ready, and ends it cleanly.
 
 The configuration is checked first, so that a wrong key is one line here and not a failing replica. Ray
-runs in a child process of its own session: one Ctrl-C reaches this process only, which then asks the child to
-shut the application down; a second one ends it at once.
+runs in a child process of its own session (`deployments.run`): one Ctrl-C reaches this process only, which
+then asks the child to shut the application down; a second one ends it at once.
 """
 
+import contextlib
 import os
+import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,25 +22,31 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from dspark_ray.cli.common import PROJECT_DIR, err, load_config
 
 _POLL_S = 0.3
 _READY_POLL_S = 1.0
 _PATIENCE_S = 600.0
-_WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # how a client on this machine reaches them
+_WILDCARD_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # how a client on this machine reaches them
+_MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """Where Serve's proxy listens."""
+    """Where Serve's proxy listens, and the path below which the application answers."""
 
     host: str
     port: int
+    route_prefix: str = "/"
 
     @property
     def url(self) -> str:
-        return f"http://{_WILDCARD_HOSTS.get(self.host, self.host)}:{self.port}"
+        """The application's base URL for a client on this machine, without a slash at its end."""
+        host = _WILDCARD_HOSTS.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
 
 
 def serve(
@@ -52,8 +61,8 @@ def serve(
     address = read_address(config)
     if "RAY_ADDRESS" not in os.environ:
         check_port_is_free(address)
-    err.print(f"starting {checked.model.id} ({checked.speculation.mode}) from {config}")
-    command = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(config)]
+    _say(f"starting {checked.model.id} ({checked.speculation.mode}) from {config}")
+    command = [sys.executable, "-m", "deployments.run", str(config)]
     with _StopSignals() as signals:  # before the child, which must not inherit an ignored SIGINT
         child = subprocess.Popen(command, start_new_session=True, env=_environment())
         probe = threading.Thread(target=_announce, args=(address, checked.model.id), daemon=True)
@@ -67,11 +76,23 @@ def serve(
 
 
 def read_address(config: Path) -> HttpAddress:
-    """`http_options` of a Serve config that was loaded before, with Serve's defaults."""
+    """`http_options` and the first application's route of a config, with Serve's defaults; `ConfigError`."""
     import yaml
 
-    options: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8")).get("http_options") or {}
-    return HttpAddress(str(options.get("host", "127.0.0.1")), int(options.get("port", 8000)))
+    from dspark_ray.core.errors import ConfigError
+
+    document: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
+    options = document.get("http_options") or {}
+    if not isinstance(options, dict):
+        raise ConfigError(f"http_options must be a mapping, not {options!r}")
+    port = options.get("port", 8000)
+    if type(port) is not int or not 1 <= port <= _MAX_PORT:
+        raise ConfigError(f"http_options.port must be a number from 1 to {_MAX_PORT}, not {port!r}")
+    applications: list[dict[str, Any]] = document.get("applications") or [{}]
+    route_prefix = applications[0].get("route_prefix", "/")
+    if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
+        raise ConfigError(f"route_prefix must be a path that begins with '/', not {route_prefix!r}")
+    return HttpAddress(str(options.get("host", "127.0.0.1")), port, route_prefix)
 
 
 def check_port_is_free(address: HttpAddress) -> None:
@@ -96,7 +117,26 @@ def _environment() -> dict[str, str]:
     # Ray lowers its workers' priority (nice 15) and gives Serve's proxy 5 s to start: on a small machine an
     # engine would then run behind everything else, and a slow start would be taken for a failure.
     defaults = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
-    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    python_path = os.pathsep.join(path for path in paths if path)
+    return {**defaults, **_ray_token(), **os.environ, "PYTHONPATH": python_path}
+
+
+def _ray_token() -> dict[str, str]:
+    """A token for Ray where it could keep none: it wants one, and writes it to the home folder."""
+    told = any(name in os.environ for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if told or "RAY_ADDRESS" in os.environ:  # a running cluster has its own
+        return {}
+    folder = Path.home() / ".ray"
+    existing = folder if folder.exists() else folder.parent
+    if (folder / "auth_token").is_file() or os.access(existing, os.W_OK | os.X_OK):
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _say(text: str, **options: Any) -> None:
+    """A line on stderr, unless the terminal is gone: then rich raises one or the other of these."""
+    with contextlib.suppress(OSError, SystemExit):
+        err.print(text, **options)
 
 
 def _watch(child: "subprocess.Popen[bytes]", signals: "_StopSignals") -> int:
@@ -111,9 +151,9 @@ def _watch(child: "subprocess.Popen[bytes]", signals: "_StopSignals") -> int:
 
 
 def _end(child: "subprocess.Popen[bytes]", times_asked: int) -> None:
-    """First politely (`serve run` shuts the application down on SIGINT), then less so."""
+    """First politely (the child shuts the application down on SIGINT), then less so."""
     if times_asked == 1:
-        err.print("shutting down (again to stop waiting for running requests)")
+        _say("shutting down (again to stop waiting for running requests)")
         child.send_signal(signal.SIGINT)
     else:
         child.send_signal(signal.SIGTERM if times_asked == 2 else signal.SIGKILL)
@@ -133,20 +173,26 @@ def _announce(address: HttpAddress, model_id: str) -> None:
             pass
         time.sleep(_READY_POLL_S)
     body = f'{{"model": "{model_id}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
-    err.print(
-        f"\n[bold green]ready[/bold green] at [bold]{address.url}/v1[/bold]   try, in another terminal:"
-    )
-    err.print(f"  curl {address.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
-              soft_wrap=True)  # fmt: skip
-    err.print(f"  dspark-ray chat --url {address.url}\n")
+    url = escape(address.url)  # an IPv6 address has brackets
+    _say(f"\n[bold green]ready[/bold green] at [bold]{url}/v1[/bold]   try, in another terminal:")
+    _say(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'", soft_wrap=True)
+    _say(f"  {escape(_command())} chat --url {url}\n", soft_wrap=True)
+
+
+def _command() -> str:
+    """This program as another terminal finds it, where the virtual environment is not active."""
+    installed = Path(sys.executable).with_name("dspark-ray")
+    return shlex.quote(str(installed)) if installed.exists() else "dspark-ray"
 
 
 class _StopSignals(AbstractContextManager["_StopSignals"]):
-    """Counts SIGINT and SIGTERM instead of dying from them."""
+    """Counts SIGINT, SIGTERM and SIGHUP (the terminal was closed) instead of dying from them."""
 
     def __enter__(self) -> "_StopSignals":
         self.count = 0
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup wants it ignored
+            numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 

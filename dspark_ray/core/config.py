@@ -15,6 +15,7 @@ from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
+DEFAULT_SOURCE = "default"
 
 
 class Section(BaseModel):
@@ -27,7 +28,7 @@ class ModelConfig(Section):
     """The target model."""
 
     id: str = Field(DEFAULT_MODEL_ID, description="name that clients use")
-    source: str = Field("default", description="'default' (SmolLM2), a local directory or a hub id")
+    source: str = Field(DEFAULT_SOURCE, description="'default' (SmolLM2), a local directory or a hub id")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_model_len: int = Field(2048, ge=16, description="longest prompt + output, in tokens")
 
@@ -101,6 +102,11 @@ class SchedulerConfig(Section):
     def _check(self) -> "SchedulerConfig":
         if self.policy == "shared_cap" and self.cap_draft_tokens_per_s is None:
             raise ValueError("scheduler.cap_draft_tokens_per_s is required for policy 'shared_cap'")
+        if self.plan_ttl_ms < 2 * self.report_interval_ms:  # else plans expire between two reports
+            raise ValueError(
+                f"scheduler.plan_ttl_ms ({self.plan_ttl_ms:g}) must be at least twice report_interval_ms "
+                f"({self.report_interval_ms:g})"
+            )
         return self
 
 
@@ -124,13 +130,25 @@ class AppConfig(Section):
     scheduler: SchedulerConfig = SchedulerConfig()
     serving: ServingConfig = ServingConfig()
 
+    @model_validator(mode="after")
+    def _check(self) -> "AppConfig":
+        longest, block_size = self.model.max_model_len, self.engine.kv_block_size
+        num_tokens = self.engine.kv_num_blocks * block_size
+        if num_tokens < longest:
+            raise ValueError(
+                f"the KV cache holds {num_tokens} tokens (engine.kv_num_blocks × kv_block_size) and "
+                f"model.max_model_len is {longest}: set kv_num_blocks to at least "
+                f"{-(-longest // block_size)}, or max_model_len to at most {num_tokens}"
+            )
+        return self
+
 
 def parse_app_config(args: dict[str, Any]) -> AppConfig:
     """`args` checked; raises `ConfigError` with one line per wrong key."""
     try:
         return AppConfig.model_validate(args)
     except ValidationError as error:
-        lines = [f"  {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        lines = [f"  {'.'.join(map(str, e['loc'])) or 'args'}: {e['msg']}" for e in error.errors()]
         raise ConfigError("the configuration is not valid:\n" + "\n".join(lines)) from error
 
 
@@ -152,21 +170,41 @@ def load_app_config(path: Path) -> AppConfig:
 def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
     """Files named relative to one of `bases`, the first that has them, made absolute.
 
-    Other processes run in other directories than the shell that read the configuration. A name that exists
-    nowhere stays as it is: a hub id, or an error that its user reports better.
+    Other processes run in other directories than the shell that read the configuration. Raises `ConfigError`
+    for a file that does not exist: found here it costs a second, found in the replicas it costs their
+    retries. A model source that is no directory stays as it is: 'default', or a hub id.
     """
 
-    def absolute(path: str | None) -> str | None:
-        if path is None or Path(path).expanduser().is_absolute():
-            return path
-        found = next((base / path for base in bases if (base / path).exists()), None)
-        return path if found is None else str(found.resolve())
+    def existing(key: str, path: str | None) -> str | None:
+        if path is None:
+            return None
+        found = _find(path, bases)
+        if found is None:
+            raise ConfigError(f"{key}: {path!r} does not exist, under {' or '.join(map(str, bases))}")
+        return found
 
     speculation = config.speculation
+    drafter = speculation.drafter
+    if drafter.kind == "dspark":
+        path = existing("speculation.drafter.path", drafter.path)
+        drafter = drafter.model_copy(update={"path": path})
     updates = {
-        "drafter": speculation.drafter.model_copy(update={"path": absolute(speculation.drafter.path)}),
-        "temperatures": absolute(speculation.temperatures),
-        "step_table": absolute(speculation.step_table),
+        "drafter": drafter,
+        "temperatures": existing("speculation.temperatures", speculation.temperatures),
+        "step_table": existing("speculation.step_table", speculation.step_table),
     }
-    model = config.model.model_copy(update={"source": absolute(config.model.source)})
+    source = config.model.source
+    if source != DEFAULT_SOURCE:  # even where a folder has that name
+        source = _find(source, bases) or source
+    model = config.model.model_copy(update={"source": source})
     return config.model_copy(update={"model": model, "speculation": speculation.model_copy(update=updates)})
+
+
+def _find(path: str, bases: Sequence[Path]) -> str | None:
+    """The absolute path below the first base that has it, or None."""
+    try:
+        named = Path(path).expanduser()
+    except RuntimeError as error:  # the home of a user who does not exist
+        raise ConfigError(f"{path!r} does not exist: {error}") from error
+    found = next((base / named for base in bases if (base / named).exists()), None)
+    return None if found is None else str(found.resolve())

@@ -105,7 +105,10 @@ def _profile_into_cache(engine: Engine, identity: dict[str, Any], progress: bool
     """Measures an engine, saves the table where the next start finds it, and gives it to the engine."""
     with _shown(progress) as on_progress:
         table = profile_engine(engine, made_from=identity, on_progress=on_progress)
-    table.save(table_path(identity))
+    try:
+        table.save(table_path(identity))
+    except OSError as error:
+        log.warning("the step table cannot be kept (%s): every start measures again", error)
     engine.budget.table = table
     return table
 
@@ -121,17 +124,21 @@ def _configured_table(path: Path, identity: dict[str, Any]) -> StepTable:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         log.warning("waiting for another process that measures the same step table")
         lock.acquire()
+    except OSError as error:
+        log.warning(
+            "no lock in the cache folder (%s): processes that start together disturb each other", error
+        )
     try:
         yield
     finally:
-        lock.release()
+        lock.release()  # nothing, where it was not acquired
 
 
 @contextmanager

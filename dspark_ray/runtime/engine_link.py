@@ -60,8 +60,8 @@ class EngineLink:
             raise self._dead
         assert request.request_id not in self._waiting, f"request id {request.request_id!r} is in use"
         end = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
-        self._send(Submit(request, self._address))
         try:
+            self._send(Submit(request, self._address))
             return await end
         except asyncio.CancelledError:
             self._send(Abort(request.request_id))

@@ -186,23 +186,21 @@ class EngineLoop:
             return self._engine.step()
         except Exception as error:
             logger.exception("a step failed: this engine ends")
-            self._fail_all(f"the engine failed in a step: {type(error).__name__}")
+            self._fail_all(f"the engine failed in a step: {type(error).__name__}", step_failed=True)
             raise
 
-    def _fail_all(self, reason: str) -> None:
-        self._deliver(
-            [RequestOutput(request_id, (), FinishReason.ERROR, error=reason) for request_id in self._owners]
-        )
+    def _fail_all(self, reason: str, *, step_failed: bool = False) -> None:
+        self._deliver([_failure(request_id, reason, step_failed) for request_id in self._owners])
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """One `Tokens` message per ingress and one `Ends` per server."""
+    def _deliver(self, outputs: list[RequestOutput], *, without: str = "") -> None:
+        """One `Tokens` message per ingress and one `Ends` per server; none to the address `without`."""
         emissions: dict[str, list[Emission]] = defaultdict(list)
         ends: dict[str, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is None:
                 continue  # aborted in the meantime
-            if owner.request.reply_address:
+            if owner.request.reply_address not in ("", without):
                 emissions[owner.request.reply_address].append(Emission(owner.num_sent, output))
             owner.num_sent += len(output.token_ids)
             if output.finish_reason is not None:
@@ -211,11 +209,12 @@ class EngineLoop:
                 ends[owner.server_address].append(end)
         for address, tokens in emissions.items():
             self._outboxes.send(address, Tokens(self._generation, self._inbox.address, tuple(tokens)))
+        ends.pop(without, None)
         for address, finals in ends.items():
             self._outboxes.send(address, Ends(self._generation, tuple(finals)))
 
     def _drop_peer(self, address: str) -> None:
-        """Nobody reads there any more: its requests would run for nothing."""
+        """Nobody reads there any more: its requests would run for nothing. The other peer of each is told."""
         lost = [
             request_id
             for request_id, owner in self._owners.items()
@@ -224,10 +223,15 @@ class EngineLoop:
         logger.warning("%s takes no messages: %d of its requests are aborted", address, len(lost))
         for request_id in lost:
             self._engine.abort(request_id)
-            del self._owners[request_id]
+        failures = [_failure(request_id, "a peer of this request takes no messages") for request_id in lost]
+        self._deliver(failures, without=address)
 
     def _take_snapshot(self) -> None:
         now_ms = self._clock.now_ms()
         if now_ms - self._snapshot_at_ms >= SNAPSHOT_MS or not self._engine.has_work():
             self.snapshot = self._engine.stats()
             self._snapshot_at_ms = now_ms
+
+
+def _failure(request_id: str, reason: str, step_failed: bool = False) -> RequestOutput:
+    return RequestOutput(request_id, (), FinishReason.ERROR, error=reason, step_failed=step_failed)

@@ -6,7 +6,6 @@ import logging
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from dspark_ray.core.clock import Clock, SystemClock
@@ -31,6 +30,12 @@ class EngineFleet:
         self._stats: list[EngineStats] = []
         self._asked_ms = -FRESH_MS
         self._asking = asyncio.Lock()
+        self._finding: asyncio.Task[None] | None = None
+        self._is_blind = False
+
+    def last_stats(self) -> list[EngineStats]:
+        """The newest answers, without asking; at most a watcher's period old."""
+        return self._stats
 
     async def stats(self) -> list[EngineStats]:
         """Snapshots of the loaded engines that answer in time."""
@@ -48,16 +53,31 @@ class EngineFleet:
     async def watch(self, period_s: float) -> None:
         """Asks now and then, forever: what an engine counted must be known before it dies."""
         while True:
-            self._counters.update(await self.stats())
+            try:
+                self._counters.update(await self.stats())
+            except Exception:  # of whatever kind: a watcher that ended would be missed by nobody
+                logger.exception("cannot watch the engines")
             await asyncio.sleep(period_s)
 
     async def _ask(self) -> list[EngineStats]:
         try:
-            await self._find()
-        except RayError as error:  # the cluster's directory is down; those known may still answer
-            logger.warning("cannot list engines: %s", error)
+            await self._refresh()
+            self._is_blind = False
+        except Exception as error:  # the cluster's directory is down; those known may still answer
+            if not self._is_blind:
+                logger.warning("cannot list engines: %r", error)
+            self._is_blind = True
         answers = await asyncio.gather(*(self._ask_one(handle) for handle in self._handles.values()))
         return [stats for stats in answers if stats is not None]
+
+    async def _refresh(self) -> None:
+        """`_find` with a time limit; never twice at once, since each holds a thread while it hangs."""
+        if self._finding is None or self._finding.done():
+            self._finding = asyncio.create_task(self._find())
+        done, _ = await asyncio.wait([self._finding], timeout=ANSWER_TIMEOUT_S)
+        if not done:
+            raise TimeoutError(f"no answer within {ANSWER_TIMEOUT_S:g} s")
+        self._finding.result()
 
     async def _find(self) -> None:
         """Handles of the engines that exist now."""
@@ -75,5 +95,5 @@ class EngineFleet:
     async def _ask_one(self, handle: Any) -> EngineStats | None:
         try:
             return await asyncio.wait_for(handle.stats.remote(), ANSWER_TIMEOUT_S)
-        except (RayError, TimeoutError):
+        except Exception:  # dead, frozen, or of a cluster that is gone: it has nothing to say
             return None

@@ -117,13 +117,18 @@ def _unpack_request(fields: Any) -> Request:
 def _pack_output(output: RequestOutput) -> list[Any]:
     usage = output.usage and astuple(output.usage)
     reason = output.finish_reason and str(output.finish_reason)
-    return [output.request_id, output.token_ids, reason, usage, output.error]
+    return [output.request_id, output.token_ids, reason, usage, output.error, output.step_failed]
 
 
 def _unpack_output(fields: Any) -> RequestOutput:
-    request_id, token_ids, reason, usage, error = fields
+    request_id, token_ids, reason, usage, error, step_failed = fields
     return RequestOutput(
-        request_id, token_ids, reason and FinishReason(reason), usage and RequestUsage(*usage), error
+        request_id,
+        token_ids,
+        reason and FinishReason(reason),
+        usage and RequestUsage(*usage),
+        error,
+        step_failed,
     )
 
 

@@ -66,7 +66,7 @@ class PlanClient:
             try:
                 ray.get(scheduler.leave.remote(self._replica_id), timeout=LEAVE_TIMEOUT_S)
             except RayError as error:
-                logger.info("could not tell the scheduler: %s", str(error).splitlines()[0])
+                logger.info("could not tell the scheduler: %s", _first_line(error))
 
     # -- the loop's thread -------------------------------------------------------------------------
 
@@ -96,10 +96,17 @@ class PlanClient:
                 report = self._reports.get(timeout=1.0)
             except queue.Empty:
                 continue
-            if (reply := self._exchange(report)) is not None:
-                self._table_is_known = reply.knows_table
-                if reply.plan is not None:
-                    self._deliver(reply.plan)
+            try:
+                self._report(report)
+            except Exception:  # of whatever kind: a thread that ends would never be missed
+                logger.exception("a plan was lost")
+                self._closed.wait(self._config.report_interval_ms / 1e3)
+
+    def _report(self, report: SurvivalReport) -> None:
+        if (reply := self._exchange(report)) is not None:
+            self._table_is_known = reply.knows_table
+            if reply.plan is not None:
+                self._deliver(reply.plan)
 
     def _exchange(self, report: SurvivalReport) -> PlanReply | None:
         """The scheduler's answer, or None: it is dead, frozen, or being started again."""
@@ -112,7 +119,7 @@ class PlanClient:
             self._scheduler = None
             self._table_is_known = False
             if not self._is_cut_off:
-                logger.warning("no central scheduler, planning alone: %s", str(error).splitlines()[0])
+                logger.warning("no central scheduler, planning alone: %s", _first_line(error))
             self._is_cut_off = True
             self._closed.wait(self._config.report_interval_ms / 1e3)
             return None
@@ -121,3 +128,8 @@ class PlanClient:
         self._is_cut_off = False
         assert isinstance(reply, PlanReply)
         return reply
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 INBOX_MESSAGES = 10_000  # waiting in one socket, in either direction
 MAX_MESSAGE_BYTES = 64 << 20
+HEARTBEAT_MS = 5_000  # zmq's own thread sends and answers them: a long step does not miss one
 STALLED_MS = 10_000.0  # a peer that took nothing for so long is given up
 IDLE_MS = 600_000.0  # a socket unused for so long is closed; the next message opens it again
 
@@ -37,8 +38,16 @@ def bind_inbox(context: zmq.Context, ip: str) -> Inbox:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, ":" in ip)
+    _set_heartbeat(socket)
     port = socket.bind_to_random_port(f"tcp://[{ip}]" if ":" in ip else f"tcp://{ip}")
     return Inbox(socket, f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}")
+
+
+def _set_heartbeat(socket: zmq.Socket) -> None:
+    """Notices a machine that is gone: without traffic, TCP alone would keep its connection for hours."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, 3 * HEARTBEAT_MS)
 
 
 def receive_all(socket: zmq.Socket, limit: int = 1000) -> list[Message]:
@@ -67,6 +76,7 @@ class Outbox:
         # Queue only for a peer that is there: else the messages of a dead one would pile up unseen.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+        _set_heartbeat(self._socket)
         self._socket.connect(address)
         self._clock = clock
         self._waiting: deque[bytes] = deque()

@@ -138,7 +138,8 @@ class Generation:
                 if isinstance(item, DsparkError):
                     raise item
                 if item.finish_reason is FinishReason.ERROR:
-                    raise StepError(item.error or "the engine failed in a step")
+                    kind = StepError if item.step_failed else EngineDeadError
+                    raise kind(item.error or "the engine failed")
                 ended = item.finish_reason is not None
                 yield item
                 if ended:

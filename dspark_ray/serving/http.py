@@ -27,7 +27,11 @@ PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Fleet(Protocol):
-    """What the replicas say of themselves; neither call fails because a replica does."""
+    """What the replicas say of themselves; no call fails because a replica does."""
+
+    def last_stats(self) -> list[EngineStats]:
+        """What is known already: returns at once."""
+        ...
 
     async def stats(self) -> list[EngineStats]: ...
 
@@ -83,20 +87,19 @@ def _add_models(api: FastAPI, model: ServedModel) -> None:
 def _add_operations(api: FastAPI, config: AppConfig, fleet: Fleet, versions: dict[str, str]) -> None:
     readiness = Readiness(config.serving.num_replicas)
 
-    async def status() -> tuple[bool, dict[str, Any]]:
-        stats = await fleet.stats()
+    def status(stats: list[EngineStats]) -> tuple[bool, dict[str, Any]]:
         ready = readiness.update(stats)
         return ready, status_body(config, stats, ready=ready)
 
     @api.get("/health")
     async def health() -> dict[str, Any]:
-        """Liveness: 200 as long as this process answers."""
-        return (await status())[1]
+        """Liveness: 200 as long as this process answers. It asks nobody, so nothing can make it hang."""
+        return status(fleet.last_stats())[1]
 
     @api.get("/ready")
     async def ready() -> JSONResponse:
         """200 once a canary generation has passed on each replica, 503 before."""
-        is_ready, body = await status()
+        is_ready, body = status(await fleet.stats())
         return JSONResponse(body, status_code=200 if is_ready else 503)
 
     @api.get("/metrics")

@@ -44,5 +44,7 @@ async def _pump(
             async for item in source:
                 arrivals.put_nowait((item,))
         arrivals.put_nowait(None)
-    except Exception as error:
+    except BaseException as error:  # a cancellation inside the source too: the reader must not wait for more
         arrivals.put_nowait(error)
+        if not isinstance(error, Exception):
+            raise

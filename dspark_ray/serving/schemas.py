@@ -10,6 +10,7 @@ from dspark_ray.serving.unsupported import supported_only
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+INT32 = 1 << 31
 INT64 = 1 << 63
 _EMPTY_MESSAGE_FIELDS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
 
@@ -40,7 +41,7 @@ class GenerationFields(Body):
     model: str
     temperature: float = Field(1.0, ge=0.0, le=2.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(-1, ge=-1, description="-1 and 0: no limit")
+    top_k: int = Field(-1, ge=-1, lt=INT32, description="-1 and 0: no limit")
     min_p: float = Field(0.0, ge=0.0, le=1.0)
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     n: int = Field(1, ge=1, le=MAX_CHOICES)

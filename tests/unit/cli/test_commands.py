@@ -127,7 +127,7 @@ def test_a_path_counts_from_the_project_too(
     assert config.speculation.drafter.path == str((folder / "drafter").resolve())
 
 
-def test_generate_writes_everything(local: list[AppConfig], tmp_path: Path) -> None:
+def test_generate_writes_everything(local: list[AppConfig], folder: Path, tmp_path: Path) -> None:
     result = invoke(
         "generate", "-c", "config.yaml", "-p", "prompts.jsonl", "--mode", "adaptive", "--limit", 3,
         "--max-tokens", 10, "--concurrency", 2, "--json", tmp_path / "out.json",
@@ -135,17 +135,24 @@ def test_generate_writes_everything(local: list[AppConfig], tmp_path: Path) -> N
     assert result.exit_code == 0, result.output
     assert local[0].speculation.mode is VerificationMode.ADAPTIVE
     content = json.loads((tmp_path / "out.json").read_text())
-    assert content["figures"]["output tokens"] == 30
+    ends = Tokenizer.load(folder / "model").eos_token_ids
+    answers = [completion["token_ids"] for completion in content["completions"]]
+    reasons = [completion["finish_reason"] for completion in content["completions"]]
+    assert content["figures"]["output tokens"] == sum(map(len, answers))
+    assert reasons == ["stop" if answer[-1] in ends else "length" for answer in answers]
+    assert set(reasons) == {"stop", "length"}  # the template's end of turn ends an answer, as it does served
+    assert all(
+        len(answer) == 10 for answer, reason in zip(answers, reasons, strict=True) if reason == "length"
+    )
     assert len(content["figures"]["acceptance by position"]) == 4
     assert [c["id"] for c in content["completions"]] == ["line-1", "line-2", "line-3"]
-    assert all(c["finish_reason"] == "length" and len(c["token_ids"]) == 10 for c in content["completions"])
     assert "τ" in result.stdout
 
 
 def test_generate_prints_texts_and_refusals(local: list[AppConfig]) -> None:
     result = invoke("generate", "-c", "config.yaml", "-p", "prompts.jsonl", "--limit", 2, "--max-tokens", 5)
     assert result.exit_code == 0
-    assert "line-2 (length)" in result.stdout
+    assert "line-1 (length)" in result.stdout
     result = invoke("generate", "-c", "config.yaml", "-p", "prompts.jsonl", "--limit", 1, "--max-tokens", 500)
     assert "exceed" in result.stdout
 
@@ -187,7 +194,7 @@ def test_calibrate_needs_a_drafter_with_confidences(tmp_path: Path) -> None:
 
 def test_profile_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
     off = write_config(tmp_path / "off.yaml", speculation={"mode": "off"})
-    named = write_config(tmp_path / "named.yaml", speculation={"step_table": "x.json"})
+    named = write_config(tmp_path / "named.yaml", speculation={"step_table": str(off)})
     assert "mode off" in invoke("profile", "-c", off).stderr
     assert "its own step table" in invoke("profile", "-c", named).stderr
 

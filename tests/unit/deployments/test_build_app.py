@@ -1,10 +1,12 @@
 """The application's builder, without a cluster: what it checks and how it resolves files."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from deployments.app import PROJECT_DIR, with_absolute_paths
+from deployments import app
+from deployments.app import PROJECT_DIR
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.errors import ConfigError
 
@@ -13,6 +15,17 @@ def config(drafter: str, source: str = "default") -> AppConfig:
     return parse_app_config(
         {"model": {"source": source}, "speculation": {"drafter": {"kind": "dspark", "path": drafter}}}
     )
+
+
+@pytest.fixture(autouse=True)
+def _only_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`build_app` returns the configuration that it would deploy."""
+    monkeypatch.setattr(app, "assemble", lambda config, *factories: config)
+
+
+def with_absolute_paths(config: AppConfig) -> AppConfig:
+    built: Any = app.build_app(config)
+    return built
 
 
 def test_files_are_found_from_here_and_from_the_project(

@@ -129,3 +129,17 @@ def test_a_flat_table_is_said_loudly(
     with caplog.at_level(logging.WARNING):
         build_profiled_engine(config(step_table=str(path)), model_dir=model_dir, progress=False)
     assert "every draft token" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written(
+    model_dir: Path,
+    profiles: list[dict[str, Any]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "step_tables").write_text("in the way")
+    engine = build_profiled_engine(config(), model_dir=model_dir, progress=False)
+    assert engine.budget.table is not None
+    assert len(profiles) == 1
+    assert "cannot be kept" in caplog.text

@@ -81,7 +81,7 @@ def test_a_step_has_the_rows_that_were_asked_for(num_rows: int) -> None:
 
 
 def test_a_pool_too_small_is_shared() -> None:
-    engine = tiny_engine(None, engine={"kv_num_blocks": 4, "max_running": 8})
+    engine = tiny_engine(None, engine={"kv_num_blocks": 4, "max_running": 8}, model={"max_model_len": 16})
     timer = StepTimer(engine, TickingClock())
     step = timer.target_step(32, context=100)
     assert {block for work in step.work for block in work.sequence.blocks} <= set(range(4))

@@ -148,7 +148,9 @@ def test_a_failing_step_tells_everyone_and_ends_the_loop(bench: Bench) -> None:
     with pytest.raises(RuntimeError, match="poisoned"):
         bench.loop.run()
     for name in ("ingress-a", "ingress-b"):
-        assert bench.received(name)[-1].emissions[0].output.finish_reason is FinishReason.ERROR
+        output = bench.received(name)[-1].emissions[0].output
+        assert output.finish_reason is FinishReason.ERROR
+        assert output.step_failed
     assert {output.request_id for output in bench.received("server")[0].outputs} == {"good", "bad"}
 
 
@@ -157,7 +159,9 @@ def test_stop_ends_the_loop_and_what_runs(bench: Bench) -> None:
     bench.turn()
     bench.send(Stop())
     bench.loop.run()
-    assert bench.received("server")[-1].outputs[0].finish_reason is FinishReason.ERROR
+    (output,) = bench.received("server")[-1].outputs
+    assert output.finish_reason is FinishReason.ERROR
+    assert not output.step_failed
 
 
 def test_only_plans_for_this_incarnation_are_applied(bench: Bench) -> None:
@@ -189,6 +193,24 @@ def test_a_peer_that_takes_nothing_loses_its_requests(bench: Bench, monkeypatch:
     bench.turn()
     assert bench.engine.usage("gone") is None
     assert bench.engine.usage("r1") is not None
+    ((end,),) = [message.outputs for message in bench.received("server")]
+    assert (end.request_id, end.finish_reason, end.step_failed) == ("gone", FinishReason.ERROR, False)
+
+
+def test_a_dead_server_is_told_to_the_ingress(bench: Bench) -> None:
+    bench.submit("r1", max_tokens=50)
+    bench.turn()
+    bench.loop._drop_peer(bench.address["server"])
+    output = bench.received("ingress-a")[-1].emissions[0].output
+    assert (output.request_id, output.finish_reason) == ("r1", FinishReason.ERROR)
+    assert bench.received("server") == []
+    assert not bench.engine.has_work()
+
+
+def test_lost_connections_are_noticed(bench: Bench) -> None:
+    outbox = transport.Outbox(bench.context, bench.address["server"], bench.clock)
+    assert outbox._socket.getsockopt(zmq.HEARTBEAT_IVL) == transport.HEARTBEAT_MS
+    outbox.close()
 
 
 def test_a_wrong_address_harms_nobody(bench: Bench) -> None:

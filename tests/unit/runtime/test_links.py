@@ -154,3 +154,9 @@ async def test_a_dead_engine_fails_all_requests(wire: Wire, link: EngineLink) ->
         await call
     with pytest.raises(EngineDeadError, match="gone"):
         await link.generate(request("b"))
+
+
+async def test_a_request_that_cannot_be_sent_leaves_nothing(wire: Wire, link: EngineLink) -> None:
+    with pytest.raises(OverflowError):
+        await link.generate(Request("a", (1 << 70,), SamplingParams()))
+    assert link.num_waiting == 0

@@ -32,7 +32,7 @@ MESSAGES: list[Message] = [
     ApplyPlan(StepPlan("a", 3, 4, "local")),
     Stop(),
     Tokens(9, "tcp://127.0.0.1:3", (Emission(0, RequestOutput("r", (1,))), Emission(5, FINAL))),
-    Ends(9, (FINAL, RequestOutput("q", (), FinishReason.ERROR, error="why"))),
+    Ends(9, (FINAL, RequestOutput("q", (), FinishReason.ERROR, error="why", step_failed=True))),
     Rejected(9, "r", "too long", False, "max_tokens", 400, "context_length_exceeded"),
     Rejected(9, "r", "full", queue_full=True),
 ]

@@ -1,7 +1,7 @@
 """Reports leave one at a time; a scheduler that is gone is looked for again and costs nothing else."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,11 +106,7 @@ def test_a_scheduler_that_died_is_found_again_with_its_table_sent_anew(actor: Ac
     actor.broken = RuntimeError("dead")
     bench.clock.advance(CONFIG.report_interval_ms)
     bench.client.tick(bench.engine)
-    for _ in range(200):
-        if bench.client._is_cut_off:
-            break
-        threading.Event().wait(0.01)
-    assert bench.client._is_cut_off
+    eventually(lambda: bench.client._is_cut_off)
     actor.broken = None
     actor.scheduler = FleetScheduler("app", CONFIG, ManualClock())
     bench.report()
@@ -124,3 +120,28 @@ def test_leaving_takes_the_replica_out_at_once(actor: Actor, bench: Bench) -> No
     assert list(actor.scheduler.state()["replicas"]) == ["me"]
     bench.client.close()
     assert actor.scheduler.state()["replicas"] == {}
+
+
+def test_no_error_ends_the_thread(actor: Actor, bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.client.start()
+    bench.report()
+    plans = bench.client._deliver
+    bench.client._deliver = lambda plan: [][0]  # type: ignore[assignment,misc]
+    bench.clock.advance(CONFIG.report_interval_ms)
+    bench.client.tick(bench.engine)
+    eventually(lambda: "a plan was lost" in caplog.text)
+    bench.client._deliver = plans
+    actor.broken = TimeoutError()  # an error without a text
+    bench.clock.advance(CONFIG.report_interval_ms)
+    bench.client.tick(bench.engine)
+    eventually(lambda: bench.client._is_cut_off)
+    actor.broken = None
+    bench.report()
+
+
+def eventually(what: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if what():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail("it did not happen")

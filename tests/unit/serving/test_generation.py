@@ -165,3 +165,17 @@ async def test_a_gap_in_the_tokens_starts_another_attempt() -> None:
     local = Gap(FakeEngine(CONFIG, step_ms=0.0))
     outputs = await collect(Generation(request(), local, local, FAST))
     assert tokens(outputs) == EXPECTED
+
+
+async def test_an_engine_that_stops_is_not_the_requests_fault() -> None:
+    """A drained replica ends its requests with an error: they go on elsewhere, however often."""
+
+    class Draining(LocalServer):
+        def _die(self) -> None:
+            for request_id in list(self._ends):
+                self._deliver(RequestOutput(request_id, (), FinishReason.ERROR, error="the engine stopped"))
+
+    local = Draining(FakeEngine(CONFIG, step_ms=0.0), (1, 2, 3))
+    assert tokens(await collect(Generation(request(), local, local, FAST))) == EXPECTED
+    assert len(local.submitted) == 4
+    await settle(local)

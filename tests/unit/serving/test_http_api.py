@@ -38,8 +38,14 @@ class Fleet:
 
     def __init__(self, engine: FakeEngine) -> None:
         self.engine: FakeEngine | None = engine
+        self.hangs = False
 
     async def stats(self) -> list[EngineStats]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return self.last_stats()
+
+    def last_stats(self) -> list[EngineStats]:
         if self.engine is None:
             return []
         stats = self.engine.stats()
@@ -262,6 +268,13 @@ async def test_a_client_that_leaves_frees_everything(tokenizer: Tokenizer, strea
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await app.settle()
+
+
+async def test_health_asks_nobody(app: App) -> None:
+    app.fleet.hangs = True
+    response = await asyncio.wait_for(app.client.get("/health"), 5.0)
+    assert response.status_code == 200
+    assert response.json()["replicas"]["live"] == 1
 
 
 async def test_health_and_readiness(app: App) -> None:

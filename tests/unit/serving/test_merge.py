@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,16 @@ async def test_closing_closes_all(num_sources: int) -> None:
         await anext(merged)
         await asyncio.sleep(0.001)
     assert all(source.closed for source in sources)
+
+
+@pytest.mark.parametrize("num_sources", [1, 3])
+async def test_a_cancellation_in_a_source_is_not_waited_for(num_sources: int) -> None:
+    cancelled: Any = asyncio.CancelledError()
+    sources = [Source([1], cancelled), *(Source([]) for _ in range(num_sources - 1))]
+
+    async def read() -> None:
+        async for _ in merge([source.run() for source in sources]):
+            pass
+
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(read(), 1.0)

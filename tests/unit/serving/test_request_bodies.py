@@ -101,6 +101,7 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 1 << 70}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"seed": "x"}, "seed"),
         ({"seed": 1 << 63}, "seed"),
