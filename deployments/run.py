@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import ray
 import yaml
@@ -36,7 +37,7 @@ def main(path: Path) -> int:
     """Deploys and waits; the exit status."""
     config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     failure = None
     try:
         _deploy(config)
@@ -48,7 +49,7 @@ def main(path: Path) -> int:
     except DeployError as error:
         failure = str(error)
     finally:
-        signal.signal(signal.SIGTERM, before)  # a second one does not wait for running requests
+        signal.signal(signal.SIGTERM, _leave)  # a second signal does not wait for running requests
         if ray.is_initialized():
             serve.shutdown()
     if failure is not None:
@@ -69,8 +70,7 @@ def failure_of(name: str, application: ApplicationStatusOverview) -> str:
 def _deploy(config: ServeDeploySchema) -> None:
     """Starts Ray and Serve with the config's options, and hands the config to Serve's controller."""
     ray.init(address=os.environ.get("RAY_ADDRESS"), namespace=NAMESPACE)
-    # Ray has set a handler of its own, which leaves at once.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # again: Ray has set its own
     client = private_api.serve_start(
         http_options=config.http_options.model_dump(),
         proxy_location=config.proxy_location,
@@ -90,6 +90,10 @@ def _wait_until_running(names: Sequence[str]) -> None:
         if all(name in known and known[name].status == ApplicationStatus.RUNNING for name in names):
             return
         time.sleep(_POLL_S)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)  # through Ray's exit handler, which ends a local cluster
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """`deployments.run` without a cluster: when it ends, with which status, and what it says."""
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,14 @@ def application(status: ApplicationStatus, message: str = "", **deployments: tup
         for name, (value, text) in deployments.items()
     }
     return SimpleNamespace(status=status, message=message, deployments=states)
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
