@@ -51,9 +51,7 @@ class BudgetPlanner:
         self._pays = True
         self._steps_switched_off = 0
 
-    def choose(
-        self, decoding: list[Sequence], room: list[int], load: Load, now_ms: float
-    ) -> LengthDecision:
+    def choose(self, decoding: list[Sequence], room: list[int], load: Load, now_ms: float) -> LengthDecision:
         """Lengths [R] for this step's decoding requests; room [R]: draft tokens that their blocks hold."""
         gamma, count = self.num_draft_tokens, len(decoding)
         current = np.zeros((count, gamma), dtype=np.float32)
