@@ -30,6 +30,9 @@ def generate_data(
     to: Annotated[Path, typer.Argument(help="JSON lines to append to.", metavar="OUT.jsonl")],
     minutes: Annotated[float, typer.Option(min=0.01, help="How long to write.")] = 20.0,
     model: Annotated[str, typer.Option(help="'default', a directory or a hub id.")] = "default",
+    openings: Annotated[
+        Path | None, typer.Option(help="How user turns begin, e.g. configs/training/openings.yaml.")
+    ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Texts written at the same time.")] = 96,
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
@@ -43,4 +46,5 @@ def generate_data(
 
     arguments = [str(to), "--minutes", str(minutes), "--model", model, "--concurrency", str(concurrency)]
     arguments += [] if seed is None else ["--seed", str(seed)]
+    arguments += [] if openings is None else ["--openings", str(openings)]
     main(arguments + ([] if threads is None else ["--threads", str(threads)]))

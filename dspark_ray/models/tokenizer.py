@@ -58,9 +58,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a plain prompt, with the tokens the model wants at its start (BOS), if any."""
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
     def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """The token ids of a conversation in the model's chat template.

@@ -1,10 +1,10 @@
 """Training data written by the target itself: it invents user turns, then answers them.
 
-python -m dspark_ray.training.generate OUT.jsonl --minutes 20 [--model default] [--concurrency 96]
+python -m dspark_ray.training.generate OUT.jsonl --minutes 20 [--openings FILE.yaml] [--concurrency 96]
 
-No external data set: after an open user header, a chat model sampled at temperature 1 writes what users
-write; its answers at the configured temperatures are what the drafter must predict. Appends complete
-lines, so it can be stopped and started again at any time.
+No external data set: after an open user header, a sampled chat model writes what users write, freely or by
+continuing one of the given openings; its answers at the configured temperatures are what the drafter must
+predict. Appends complete lines, so it can be stopped and started again at any time.
 """
 
 import argparse
@@ -16,8 +16,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from dspark_ray.core.config import AppConfig, EngineConfig, ModelConfig, SpeculationConfig
+from dspark_ray.core.config import AppConfig, EngineConfig, ModelConfig, Section, SpeculationConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import Request, RequestOutput, SamplingParams, VerificationMode
 from dspark_ray.engine.build import build_engine
@@ -26,11 +28,34 @@ from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.tokenizer import Tokenizer
 
 
+class Opening(Section):
+    """How a user turn begins, and what is put after the model's continuation."""
+
+    opening: str = ""
+    ending: str = ""
+    max_tokens: int = 64
+
+
+def load_openings(path: Path) -> tuple[Opening, ...]:
+    """A YAML list of `{opening, ending, max_tokens}`; ConfigError says which entry is wrong."""
+    try:
+        openings = TypeAdapter(tuple[Opening, ...]).validate_python(yaml.safe_load(path.read_text("utf-8")))
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise ConfigError(f"{path}: no list of openings: {error}") from error
+    if not openings:
+        raise ConfigError(f"{path}: an empty list of openings")
+    return openings
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
     """How samples are made."""
 
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)  # of the answers, in equal shares
+    # Of the user turns: at 1.0 a small model's are often gibberish, which no user writes.
+    user_temperatures: tuple[float, ...] = (0.6, 0.8, 1.0)
+    openings: tuple[Opening, ...] = ()
+    free_share: float = 0.25  # of the user turns that have no opening, where openings are given
     max_user_tokens: int = 96
     max_answer_tokens: int = 256
     min_user_chars: int = 8
@@ -57,6 +82,7 @@ class SelfWriter:
         self._rng = np.random.default_rng(settings.seed)
         self._header = tuple(open_user_header(tokenizer))
         self._tokens: dict[str, list[int]] = {}
+        self._openings: dict[str, Opening] = {}  # of the user turns in flight, by request id
         self._answers: dict[str, tuple[tuple[int, ...], float]] = {}  # request id → prompt, temperature
         self._count = 0
 
@@ -64,11 +90,22 @@ class SelfWriter:
         """Finished samples until `keep_going()` says no; what is in flight then is dropped."""
         while keep_going():
             while len(self._tokens) < self._settings.concurrency:
-                self._submit(self._header, 1.0, self._settings.max_user_tokens)
+                self._start_user_turn()
             for output in self._engine.step():
                 yield from self._advance(output)
         for request_id in list(self._tokens):
             self._engine.abort(request_id)
+
+    def _start_user_turn(self) -> None:
+        settings = self._settings
+        opening = Opening(max_tokens=settings.max_user_tokens)
+        if settings.openings and self._rng.random() >= settings.free_share:
+            opening = settings.openings[self._rng.integers(len(settings.openings))]
+        prompt = self._header
+        if opening.opening:
+            prompt += tuple(self._tokenizer.encode(opening.opening, add_special_tokens=False))
+        temperature = float(self._rng.choice(settings.user_temperatures))
+        self._openings[self._submit(prompt, temperature, opening.max_tokens)] = opening
 
     def _advance(self, output: RequestOutput) -> Iterator[dict[str, object]]:
         self._tokens[output.request_id] += output.token_ids
@@ -79,8 +116,10 @@ class SelfWriter:
             prompt, temperature = self._answers.pop(output.request_id)
             yield {"prompt_ids": list(prompt), "response_ids": tokens, "temperature": temperature}
             return
-        user = self._tokenizer.decode(tokens).strip()
-        if len(user) >= self._settings.min_user_chars:
+        opening = self._openings.pop(output.request_id)
+        user = (opening.opening + self._tokenizer.decode(tokens)).strip()
+        if len(user) - len(opening.opening) >= self._settings.min_user_chars:
+            user += opening.ending
             prompt = tuple(self._tokenizer.render_chat([{"role": "user", "content": user}]))
             temperature = float(self._rng.choice(self._settings.temperatures))
             request_id = self._submit(prompt, temperature, self._settings.max_answer_tokens)
@@ -121,6 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="default", help="'default', a directory or a hub id")
+    parser.add_argument("--openings", type=Path, help="YAML list of {opening, ending, max_tokens}")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -128,7 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     model_dir = resolve_model(options.model)
-    settings = GenerationSettings(concurrency=options.concurrency, seed=options.seed)
+    openings = load_openings(options.openings) if options.openings else ()
+    settings = GenerationSettings(concurrency=options.concurrency, seed=options.seed, openings=openings)
     config = AppConfig(
         model=ModelConfig(max_model_len=1024),
         engine=EngineConfig(max_running=settings.concurrency, kv_num_blocks=settings.concurrency * 64),

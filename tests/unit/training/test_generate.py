@@ -1,0 +1,61 @@
+"""Self-written data: openings are continued, endings appended, and wrong files refused."""
+
+from pathlib import Path
+
+import pytest
+
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.models.tokenizer import Tokenizer
+from dspark_ray.training.generate import GenerationSettings, Opening, SelfWriter, load_openings
+from tests.tiny import tiny_chat_model_dir
+from tests.tiny_engine import tiny_decoder, tiny_engine
+
+
+def write_some(tmp_path: Path, settings: GenerationSettings, count: int) -> tuple[list[str], list[dict]]:
+    """The decoded prompts and the samples of `count` texts."""
+    tokenizer = Tokenizer.load(tiny_chat_model_dir(tmp_path))
+    vocab_size = tokenizer.vocab_size
+    engine = tiny_engine(
+        None, vocab_size=vocab_size, target=tiny_decoder(vocab_size), speculation={"mode": "off"}
+    )
+    samples: list[dict] = []
+    for sample in SelfWriter(engine, tokenizer, settings).samples(lambda: len(samples) < count):
+        samples.append(sample)
+    assert not engine.has_work()
+    return [tokenizer.decode(s["prompt_ids"], skip_special_tokens=False) for s in samples], samples
+
+
+def test_user_turns_continue_an_opening_and_get_its_ending(tmp_path: Path) -> None:
+    settings = GenerationSettings(
+        openings=(Opening(opening="Why is", ending=" Be brief.", max_tokens=12),),
+        free_share=0.0,
+        max_answer_tokens=8,
+        concurrency=4,
+    )
+    prompts, samples = write_some(tmp_path, settings, 6)
+    assert all("Why is" in prompt and " Be brief." in prompt for prompt in prompts)
+    assert len(set(prompts)) > 1
+    assert {sample["temperature"] for sample in samples} <= set(settings.temperatures)
+    assert all(0 < len(sample["response_ids"]) <= 8 for sample in samples)
+
+
+def test_without_openings_the_model_writes_the_whole_turn(tmp_path: Path) -> None:
+    settings = GenerationSettings(max_user_tokens=12, max_answer_tokens=4, concurrency=4)
+    prompts, _ = write_some(tmp_path, settings, 4)
+    assert len(set(prompts)) > 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{opening: Why}", "- {opening: Why, color: red}", "- 3", "[", "- {max_tokens: many}"]
+)
+def test_a_file_that_is_no_list_of_openings_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "openings.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"openings\.yaml"):
+        load_openings(path)
+
+
+def test_the_shipped_openings_load() -> None:
+    openings = load_openings(Path("configs/training/openings.yaml"))
+    assert len(openings) > 50
+    assert any(opening.ending for opening in openings)
