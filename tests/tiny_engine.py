@@ -15,6 +15,7 @@ from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import Request, RequestOutput, SamplingParams
 from dspark_ray.engine.engine import Engine
+from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import Drafter, DrafterContext
 from dspark_ray.models.drafters.checkpoint import save_checkpoint
 from dspark_ray.models.drafters.dspark import DSparkDrafter
@@ -135,6 +136,7 @@ def tiny_engine(
     table: StepTable | None = STEEP_TABLE,
     target: Decoder | None = None,
     eos_token_ids: tuple[int, ...] = (),
+    adjusters: Sequence[AdjusterFactory] = (),
     **sections: dict[str, Any],
 ) -> Engine:
     """`checkpoint` None with mode `off` is plain decoding, otherwise prompt look-up."""
@@ -154,7 +156,9 @@ def tiny_engine(
     drafter: Drafter | None = None
     if config.speculation.mode.value != "off":
         drafter = DSparkDrafter(context) if checkpoint else NgramDrafter(context)
-    return Engine(config, target, drafter, table, ManualClock(), eos_token_ids=eos_token_ids)
+    return Engine(
+        config, target, drafter, table, ManualClock(), eos_token_ids=eos_token_ids, adjusters=adjusters
+    )
 
 
 def request(request_id: str, prompt: Sequence[int], **sampling: Any) -> Request:

@@ -3,7 +3,8 @@
 The rejection rule (Leviathan et al. 2023; docs/method): x_k ~ q_k is accepted with probability
 min(1, p_k(x_k)/q_k(x_k)), left to right; at the first rejection the token is drawn from
 norm(max(0, p_k − q_k)); all accepted, one bonus token from the next p. Greedy is the same rule with
-one-hot p and q: a draft token stands iff it is the argmax.
+one-hot p and q: a draft token stands iff it is the argmax. p is what a request's adjuster makes of the
+logits: a token that it forbids has p = 0 and is rejected by the same rule.
 """
 
 from collections.abc import Sequence as Seq
@@ -15,6 +16,7 @@ from dspark_kernels.choose import argmax
 from torch import Tensor
 
 from dspark_ray.core.types import SamplingParams
+from dspark_ray.models.adjust import Columns, LogitsAdjuster
 from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
 
 
@@ -27,6 +29,7 @@ class VerifyRequest:
     draft_probs: Tensor | None  # [≥ ℓ, Vd]; None: one-hot
     sampling: SamplingParams
     rng: np.random.Generator
+    adjuster: LogitsAdjuster | None = None  # has seen the tokens up to the anchor
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,11 @@ class Verdict:
 
 def verify(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     """Verdicts in the order of `requests`. logits [M, V]; vocab_map [Vd] draft id → target id or None."""
-    greedy = [i for i, r in enumerate(requests) if r.sampling.greedy]
+    plain = [i for i, r in enumerate(requests) if r.sampling.greedy and r.adjuster is None]
+    adjusted = [i for i, r in enumerate(requests) if r.sampling.greedy and r.adjuster is not None]
     sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
     verdicts: list[Verdict | None] = [None] * len(requests)
-    if greedy:
+    for greedy in filter(None, (plain, adjusted)):
         for index, verdict in zip(greedy, _verify_greedy(logits, [requests[i] for i in greedy]), strict=True):
             verdicts[index] = verdict
     if sampled:
@@ -56,9 +60,23 @@ def _rows_of(requests: Seq[VerifyRequest]) -> list[int]:
     return [r.first_row + i for r in requests for i in range(len(r.draft_tokens) + 1)]
 
 
+def _adjusted_rows(logits: Tensor, requests: Seq[VerifyRequest]) -> Tensor:
+    """The requests' rows in fp32, shaped by their adjusters. → [M', V], a copy"""
+    rows, start = logits[_rows_of(requests)].float(), 0
+    for request in requests:
+        end = start + len(request.draft_tokens) + 1
+        if request.adjuster is not None:
+            request.adjuster.adjust(rows[start:end], request.draft_tokens, Columns())
+        start = end
+    return rows
+
+
 def _verify_greedy(logits: Tensor, requests: Seq[VerifyRequest]) -> list[Verdict]:
-    rows = _rows_of(requests)
-    wanted = logits if len(rows) == logits.shape[0] else logits[rows]
+    if any(r.adjuster is not None for r in requests):
+        wanted = _adjusted_rows(logits, requests)
+    else:
+        rows = _rows_of(requests)
+        wanted = logits if len(rows) == logits.shape[0] else logits[rows]
     best = argmax(wanted).tolist()
     verdicts, start = [], 0
     for request in requests:
@@ -78,7 +96,7 @@ def _leading_matches(draft: Seq[int], truth: Seq[int]) -> int:
 def _verify_sampled(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     owner = torch.tensor([i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)])
     columns = sampling_rows([r.sampling for r in requests], logits.shape[1]).select(owner)
-    probs = filtered_probs(logits[_rows_of(requests)], columns)  # [M', V]
+    probs = filtered_probs(_adjusted_rows(logits, requests), columns)  # [M', V]
     starts = np.cumsum([0, *(len(r.draft_tokens) + 1 for r in requests)])
     counts = [
         _num_accepted(probs[start : start + len(r.draft_tokens)], r, vocab_map)

@@ -3,12 +3,14 @@
 import itertools
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from dspark_ray.core.errors import QueueFullError, RequestError
 from dspark_ray.core.types import Request
 from dspark_ray.engine.batch import Work
 from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.sequence import Sequence, new_sequence
+from dspark_ray.models.adjust import AdjusterFactory, make_adjuster
 
 
 class Admission:
@@ -23,6 +25,7 @@ class Admission:
         max_step_rows: int,
         max_waiting: int,
         max_model_len: int,
+        adjusters: Seq[AdjusterFactory] = (),
     ) -> None:
         """`forget_draft` is called for a request that loses its draft unverified, so that it is counted."""
         self.pool = pool
@@ -31,6 +34,7 @@ class Admission:
         self.max_step_rows = max_step_rows
         self.max_waiting = max_waiting
         self.max_model_len = max_model_len
+        self._adjusters = tuple(adjusters)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -61,7 +65,8 @@ class Admission:
             )
         if len(self.waiting) >= self.max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting already")
-        self.waiting.append(new_sequence(request, self._arrivals))
+        adjuster = make_adjuster(request, self._adjusters)
+        self.waiting.append(new_sequence(request, self._arrivals, adjuster))
         self._arrivals += 1
 
     def pending_prefill_rows(self) -> int:

@@ -34,6 +34,7 @@ from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.recent import RecentSteps, StepRecord
 from dspark_ray.engine.sequence import Draft, Sequence
+from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import ContextRows, DraftBlock, Drafter, DraftRequest, Outcome
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.scheduling.step_table import StepTable
@@ -61,8 +62,10 @@ class Engine:
         *,
         engine_id: str = "engine",
         eos_token_ids: tuple[int, ...] = (),
+        adjusters: Seq[AdjusterFactory] = (),
     ) -> None:
-        """`drafter` None is plain decoding. `eos_token_ids` end every request that does not ignore them."""
+        """`drafter` None is plain decoding. `eos_token_ids` end every request that does not ignore them.
+        `adjusters` shape the logits of the requests that need it."""
         self.engine_id = engine_id
         self.config = config
         self.target = target
@@ -78,6 +81,7 @@ class Engine:
             max_step_rows=config.engine.max_step_rows,
             max_waiting=config.engine.max_waiting,
             max_model_len=config.model.max_model_len,
+            adjusters=adjusters,
         )
         self.budget = BudgetPlanner(config.speculation, table, config.engine.max_step_rows)
         self.counters = SpeculationCounters(config.speculation.num_draft_tokens)
@@ -169,6 +173,7 @@ class Engine:
                     draft_probs=draft.draft_probs if tokens and draft else None,
                     sampling=item.sequence.request.sampling,
                     rng=item.sequence.rng,
+                    adjuster=item.sequence.adjuster,
                 )
             )
             row += len(tokens) + 1
@@ -228,6 +233,8 @@ class Engine:
                 sequence.finish_reason = FinishReason.LENGTH
             if sequence.finish_reason is not None:
                 break
+        if sequence.adjuster is not None:
+            sequence.adjuster.commit(emitted)
         return emitted
 
     def _count_decode(self, sequence: Sequence, outcome: Outcome, num_emitted: int) -> None:
@@ -280,7 +287,10 @@ class Engine:
             return 0
         width = self.budget.draft_tokens()
         block = self.drafter.propose(
-            [DraftRequest(s.token_ids, s.blocks, s.request.sampling, s.rng.random(width)) for s in chosen]
+            [
+                DraftRequest(s.token_ids, s.blocks, s.request.sampling, s.rng.random(width), s.adjuster)
+                for s in chosen
+            ]
         )
         scores = np.zeros((len(chosen), self.counters.block_size), dtype=np.float32)
         scores[:, :width] = survival(block.confidences)

@@ -7,6 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from dspark_ray.core.types import FinishReason, FloatArray, Request, RequestUsage
+from dspark_ray.models.adjust import LogitsAdjuster
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class Sequence:
     token_ids: list[int]  # prompt and output
     rng: np.random.Generator
     arrival: int  # order of arrival; the latest is preempted first
+    adjuster: LogitsAdjuster | None = None  # has seen the output so far
     num_computed: int = 0  # leading tokens whose KV is in the cache
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0  # leading blocks known to the prefix cache
@@ -88,7 +90,7 @@ STALE_STEPS = 2
 """How many drafts old the scores behind a budget are (design: "budget from scores ≥ 2 steps old")."""
 
 
-def new_sequence(request: Request, arrival: int) -> Sequence:
+def new_sequence(request: Request, arrival: int, adjuster: LogitsAdjuster | None = None) -> Sequence:
     """A sequence at its beginning, or, for a resumed request, after the tokens already sent."""
     seed = request.sampling.seed
     if seed is not None:
@@ -103,4 +105,5 @@ def new_sequence(request: Request, arrival: int) -> Sequence:
         token_ids=[*request.prompt_token_ids, *request.emitted_token_ids],
         rng=np.random.Generator(np.random.Philox(entropy)),
         arrival=arrival,
+        adjuster=adjuster,
     )

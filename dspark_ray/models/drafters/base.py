@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark_ray.core.registry import Registry
 from dspark_ray.core.types import FloatArray, SamplingParams
+from dspark_ray.models.adjust import LogitsAdjuster
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,9 @@ class DraftRequest:
     sampling: SamplingParams
     # [n] in [0, 1): the randomness of the drafted tokens. n ≤ γ tokens are wanted, for all requests alike.
     uniforms: NDArray[np.float64]
+    adjuster: LogitsAdjuster | None = (
+        None  # shapes the logits of each slot, given the drafted tokens before it
+    )
 
 
 @dataclass(frozen=True, slots=True)

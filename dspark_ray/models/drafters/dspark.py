@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.core.types import FloatArray
+from dspark_ray.models.adjust import Columns, adjust_draft_row
 from dspark_ray.models.drafters.base import (
     DRAFTERS,
     ContextRows,
@@ -194,9 +195,12 @@ class DSparkDrafter:
         chain = self._chain(base, requests)
         confidence_logits = self._confidence_logits(hidden, chain.previous)
         greedy = np.array([r.sampling.greedy for r in requests])
+        # Where nothing is allowed, a token stands in that is sure to be rejected: to draft fewer tokens
+        # would tell the search over budgets about the values of those before.
+        confidences = self._confidence(confidence_logits, greedy) * chain.open_slots.numpy()
         return DraftBlock(
             token_ids=chain.token_ids.tolist(),
-            confidences=self._confidence(confidence_logits, greedy),
+            confidences=confidences,
             draft_probs=list(chain.draft_probs),
             confidence_logits=confidence_logits,
         )
@@ -211,51 +215,76 @@ class DSparkDrafter:
         )
 
     def _chain(self, base: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
-        """The sequential head over base logits [R, γ, Vd], greedy and sampled requests apart."""
+        """The sequential head over base logits [R, γ, Vd]; plain greedy requests in one compiled op."""
         anchors = torch.tensor([r.token_ids[-1] for r in requests])
-        sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
-        if not sampled:
+        stepwise = [i for i, r in enumerate(requests) if not r.sampling.greedy or r.adjuster is not None]
+        if not stepwise:
             return self._greedy_chain(base, anchors)
         tokens = torch.empty(base.shape[:2], dtype=torch.int64)
         previous = torch.empty_like(tokens)
+        open_slots = torch.ones(base.shape[:2], dtype=torch.bool)
         draft_probs: list[Tensor | None] = [None] * len(requests)
-        greedy = [i for i in range(len(requests)) if i not in set(sampled)]
+        others = set(stepwise)
+        greedy = [i for i in range(len(requests)) if i not in others]
         for rows, chain in (
             (greedy, self._greedy_chain(base[greedy], anchors[greedy]) if greedy else None),
-            (sampled, self._sampled_chain(base[sampled], anchors[sampled], [requests[i] for i in sampled])),
+            (
+                stepwise,
+                self._stepwise_chain(base[stepwise], anchors[stepwise], [requests[i] for i in stepwise]),
+            ),
         ):
             if chain is not None:
                 tokens[rows], previous[rows] = chain.token_ids, chain.previous
+                open_slots[rows] = chain.open_slots
                 for row, probs in zip(rows, chain.draft_probs, strict=True):
                     draft_probs[row] = probs
-        return _Chain(tokens, previous, draft_probs)
+        return _Chain(tokens, previous, open_slots, draft_probs)
 
     def _greedy_chain(self, base: Tensor, anchors: Tensor) -> "_Chain":
         heads = self.heads
         nothing: list[Tensor | None] = [None] * len(base)
+        open_slots = torch.ones(base.shape[:2], dtype=torch.bool)
         if heads.w1 is not None and heads.w2 is not None:
-            return _Chain(*markov_chain(base, heads.w1, heads.w2, anchors, heads.vocab_map), nothing)
+            tokens, previous = markov_chain(base, heads.w1, heads.w2, anchors, heads.vocab_map)
+            return _Chain(tokens, previous, open_slots, nothing)
         chosen = argmax(base.reshape(-1, base.shape[-1])).view(base.shape[:2])
         tokens = chosen if heads.vocab_map is None else heads.vocab_map[chosen]
-        return _Chain(tokens, torch.cat([anchors[:, None], tokens[:, :-1]], dim=1), nothing)
+        previous = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
+        return _Chain(tokens, previous, open_slots, nothing)
 
-    def _sampled_chain(self, base: Tensor, anchors: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
-        """Inverse-CDF draws from q, the distribution after the request's own temperature and filters."""
-        heads = self.heads
-        columns = sampling_rows([r.sampling for r in requests], base.shape[-1])
-        uniforms = torch.from_numpy(np.stack([r.uniforms for r in requests]))  # [R, γ]
-        token, tokens, previous, probs = anchors, [], [], []
+    def _stepwise_chain(self, base: Tensor, anchors: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
+        """Slot by slot: logits as the adjusters leave them, then the argmax or a draw from q.
+
+        q is the distribution after the request's own temperature and filters.
+        """
+        heads, columns = self.heads, Columns(self.vocab_map)
+        sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
+        filters = sampling_rows([requests[i].sampling for i in sampled], base.shape[-1])
+        uniforms = torch.from_numpy(np.stack([r.uniforms for r in requests]))[sampled]  # [S, γ]
+        drafted: list[list[int]] = [[] for _ in requests]
+        open_slots = torch.ones(base.shape[:2], dtype=torch.bool)
+        token, previous, probs = anchors, [], []
         for slot in range(base.shape[1]):
             previous.append(token)
-            logits = base[:, slot].float()
+            logits = base[:, slot].to(torch.float32, copy=True)
             if heads.w1 is not None and heads.w2 is not None:
-                logits = logits + heads.w1[token].float() @ heads.w2.float()
-            probs.append(filtered_probs(logits, columns))
-            chosen = sample_from(probs[-1], uniforms[:, slot])
+                logits += heads.w1[token].float() @ heads.w2.float()
+            for row, request in enumerate(requests):
+                if request.adjuster is not None:
+                    open_slots[row, slot] = adjust_draft_row(
+                        logits[row], request.adjuster, drafted[row], columns
+                    )
+            chosen = argmax(logits)
+            if sampled:
+                probs.append(filtered_probs(logits[sampled], filters))
+                chosen[sampled] = sample_from(probs[-1], uniforms[:, slot])
             token = chosen if heads.vocab_map is None else heads.vocab_map[chosen]
-            tokens.append(token)
-        by_request = list(torch.stack(probs, dim=1))  # R × [γ, Vd]
-        return _Chain(torch.stack(tokens, dim=1), torch.stack(previous, dim=1), by_request)
+            for row, value in enumerate(token.tolist()):
+                drafted[row].append(value)
+        draft_probs: list[Tensor | None] = [None] * len(requests)
+        for index, row in enumerate(sampled):
+            draft_probs[row] = torch.stack([p[index] for p in probs])  # [γ, Vd]
+        return _Chain(torch.tensor(drafted), torch.stack(previous, dim=1), open_slots, draft_probs)
 
     def _confidence_logits(self, hidden: Tensor, previous: Tensor) -> FloatArray:
         """w·[h_k; W1[x_{k−1}]] + b. hidden [R, γ, H], previous [R, γ] → [R, γ] float32"""
@@ -272,6 +301,7 @@ class _Chain:
 
     token_ids: Tensor  # [R, γ] target ids
     previous: Tensor  # [R, γ] the token before each
+    open_slots: Tensor  # [R, γ] whether any token that can be drafted is allowed there
     draft_probs: Sequence[Tensor | None]  # R × [γ, Vd]; None: greedy, one-hot
 
 
