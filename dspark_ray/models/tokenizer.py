@@ -6,19 +6,24 @@ detokenizer = IncrementalDetokenizer(tokenizer, stop=["###"])
 delta = detokenizer.push(output.token_ids)  # once a step; flush() at the end
 """
 
+import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark_ray.core.errors import ConfigError, RequestError
 
 # End-of-turn tokens: chat models whose configs name only the end of text still stop at their template's.
 _END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+
+# Names in chat_template_kwargs that would be taken for arguments of the call, or that the server sets.
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
+)
 
 _REPLACEMENT = "\ufffd"  # what an incomplete or invalid byte sequence decodes to
 _MAX_PENDING_TOKENS = 8  # a character takes 4 bytes: more undecodable tokens than this are not one
@@ -58,15 +63,43 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._hf.chat_template is not None
 
+    @property
+    def chat_template(self) -> str:
+        """The template's source; empty without one."""
+        return str(self._hf.chat_template or "")
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a plain prompt, with the tokens the model wants at its start (BOS), if any."""
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        # The backend is called directly: transformers' wrapper sets truncation on it, which two threads
+        # must not do at once.
+        try:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"the text is not valid Unicode: {error}", code="invalid_text") from error
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-        """The token ids of a conversation in the model's chat template.
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it; ids it does not know are empty."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
-        Raises `RequestError` when the template refuses the messages (roles out of order, a missing
-        field) or there is no template.
+    def render_chat(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **options: Any
+    ) -> list[int]:
+        """The token ids of `chat_text` with the same arguments."""
+        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **options)
+        return self.encode(text, add_special_tokens=False)
+
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """A conversation in the model's chat template, which runs in a sandbox.
+
+        `template_kwargs` are variables of the template, e.g. `enable_thinking`. Raises `RequestError` when
+        the template refuses the messages (roles out of order, a missing field) or there is no template.
         """
         if not self.has_chat_template:
             raise RequestError(
@@ -74,29 +107,33 @@ class Tokenizer:
                 param="messages",
                 code="no_chat_template",
             )
-        try:
-            text = self._hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        extra = dict(template_kwargs or {})
+        if taken := sorted(extra.keys() & _TEMPLATE_ARGUMENTS):
             raise RequestError(
-                f"the model's chat template refused the messages: {error}",
+                f"chat_template_kwargs must not set {taken[0]!r}: the server does",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
+        try:
+            return str(
+                self._hf.apply_chat_template(
+                    messages,
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **extra,
+                )
+            )
+        except Exception as error:  # a template may do anything with values it does not expect
+            raise RequestError(
+                f"the model's chat template refused the messages: {str(error)[:256]}",
                 param="messages",
                 code="chat_template_error",
             ) from error
-        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of all tokens at once; ids the tokenizer does not know are left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # The backend is called directly: transformers' wrapper sets truncation on it, which two threads
-        # must not do at once.
-        try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text is not valid Unicode: {error}", code="invalid_text") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,17 @@ from dspark_ray.serving import responses
 from dspark_ray.serving.errors import error_body, http_error
 from dspark_ray.serving.json_body import parse_object, read_body
 from dspark_ray.serving.parsing import Job, ServedModel, parse_chat, parse_completion
+from dspark_ray.serving.request_id import RequestIds, request_id_of
 from dspark_ray.serving.service import CompletionService, EventStream
 from dspark_ray.serving.status import Readiness, status_body
+from dspark_ray.serving.tokenization import detokenize, tokenize
 
 logger = logging.getLogger(__name__)
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+ParseJob = Callable[[dict[str, Any], ServedModel, str], Job]
+"""(body, model, request id) → what to do. Raises `RequestError`; may take long for long texts."""
 
 
 class Fleet(Protocol):
@@ -44,21 +49,26 @@ def build_api(
     """The whole HTTP surface of one application."""
     api = FastAPI(title="dspark-ray", version=versions.get("dspark_ray", ""))
     _add_error_handlers(api)
+    api.add_middleware(RequestIds)
     _add_generation(api, service, model)
+    _add_tokenization(api, model)
     _add_models(api, model)
     _add_operations(api, config, fleet, versions)
     return api
 
 
+async def _json_object(request: Request) -> dict[str, Any]:
+    return parse_object(await read_body(request.stream(), request.headers.get("content-length")))
+
+
 def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel) -> None:
-    async def respond(request: Request, parse: Callable[[dict[str, Any], ServedModel], Job]) -> Response:
-        body = parse_object(await read_body(request.stream(), request.headers.get("content-length")))
+    async def respond(request: Request, parse: ParseJob) -> Response:
+        body = await _json_object(request)
         # Templates and tokenisation of a long prompt take long enough to stall every other stream.
-        job = await asyncio.to_thread(parse, body, model)
-        headers = {"X-Request-Id": job.id}
+        job = await asyncio.to_thread(parse, body, model, request_id_of(request))
         if job.stream:
-            return _SseResponse(await service.stream(job), headers)
-        return JSONResponse(await service.answer(job), headers=headers)
+            return _SseResponse(await service.stream(job))
+        return JSONResponse(await service.answer(job))
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -67,6 +77,16 @@ def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await respond(request, parse_completion)
+
+
+def _add_tokenization(api: FastAPI, model: ServedModel) -> None:
+    @api.post("/tokenize")
+    async def tokenize_prompt(request: Request) -> dict[str, Any]:
+        return await asyncio.to_thread(tokenize, await _json_object(request), model)
+
+    @api.post("/detokenize")
+    async def detokenize_tokens(request: Request) -> dict[str, Any]:
+        return await asyncio.to_thread(detokenize, await _json_object(request), model)
 
 
 def _add_models(api: FastAPI, model: ServedModel) -> None:
@@ -108,7 +128,8 @@ def _add_operations(api: FastAPI, config: AppConfig, fleet: Fleet, versions: dic
 
     @api.get("/version")
     async def version() -> dict[str, str]:
-        return versions
+        """`version` is this program's own, as other servers have it; the rest is what it runs on."""
+        return {"version": versions.get("dspark_ray", ""), **versions}
 
 
 def _add_error_handlers(api: FastAPI) -> None:
@@ -136,8 +157,8 @@ def _add_error_handlers(api: FastAPI) -> None:
 class _SseResponse(StreamingResponse):
     """Closes its stream whatever ends the response: a client that leaves must free everything."""
 
-    def __init__(self, events: EventStream, headers: dict[str, str]) -> None:
-        super().__init__(events.__aiter__(), headers={"Cache-Control": "no-cache", **headers})
+    def __init__(self, events: EventStream) -> None:
+        super().__init__(events.__aiter__(), headers={"Cache-Control": "no-cache"})
         self.headers["Content-Type"] = "text/event-stream; charset=utf-8"
         self._events = events
 

@@ -8,7 +8,14 @@ from typing import Any
 
 from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import Request, SamplingParams
-from dspark_ray.serving.schemas import ChatCompletionRequest, CompletionRequest, GenerationFields, parse_body
+from dspark_ray.serving.messages import for_template
+from dspark_ray.serving.schemas import (
+    ChatCompletionRequest,
+    ChatPromptFields,
+    CompletionRequest,
+    GenerationFields,
+    parse_body,
+)
 from dspark_ray.serving.text import Tokenizer
 
 # Longer texts are refused before they are tokenised: no tokenizer makes so few tokens of so many characters.
@@ -45,29 +52,36 @@ class Job:
         return sum(len(request.prompt_token_ids) for request in self.requests[:: self.num_per_prompt])
 
 
-def parse_chat(body: dict[str, Any], model: ServedModel) -> Job:
+def parse_chat(body: dict[str, Any], model: ServedModel, request_id: str | None = None) -> Job:
     """`POST /v1/chat/completions`. Raises `RequestError`; may take long for long texts."""
-    _check_model(body, model)
+    check_model(body, model)
     fields = parse_body(ChatCompletionRequest, body)
-    messages = [message.model_dump(exclude_none=True) for message in fields.messages]
-    for message in messages:
-        message["role"] = "system" if message["role"] == "developer" else message["role"]
-    _check_chars(sum(len(message["content"]) for message in messages), model, "messages")
-    prompt = model.tokenizer.render_chat(messages)
+    prompt = chat_prompt(fields, model)
     limit = _token_limit(prompt, fields.token_limit, model, "messages")
-    return _job(fields, [prompt], [limit], model, chat=True)
+    return _job(fields, [prompt], [limit], model, request_id, chat=True)
 
 
-def parse_completion(body: dict[str, Any], model: ServedModel) -> Job:
+def chat_prompt(fields: ChatPromptFields, model: ServedModel, *, open_turn: bool = True) -> list[int]:
+    """The conversation in the model's template, tokenised; `open_turn`: up to the assistant's answer."""
+    check_chars(sum(message.num_chars for message in fields.messages), model, "messages")
+    text = model.tokenizer.chat_text(
+        for_template(fields.messages),
+        add_generation_prompt=open_turn,
+        template_kwargs=fields.chat_template_kwargs,
+    )
+    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def parse_completion(body: dict[str, Any], model: ServedModel, request_id: str | None = None) -> Job:
     """`POST /v1/completions`. Raises `RequestError`; may take long for long texts."""
-    _check_model(body, model)
+    check_model(body, model)
     fields = parse_body(CompletionRequest, body)
     prompts = [_prompt_token_ids(prompt, model) for prompt in fields.prompts()]
     limits = [_token_limit(prompt, fields.token_limit, model, "prompt") for prompt in prompts]
-    return _job(fields, prompts, limits, model, chat=False)
+    return _job(fields, prompts, limits, model, request_id, chat=False)
 
 
-def _check_model(body: dict[str, Any], model: ServedModel) -> None:
+def check_model(body: dict[str, Any], model: ServedModel) -> None:
     """Before anything else, so that a wrong model is not reported as a wrong parameter."""
     name = body.get("model")
     if isinstance(name, str) and name != model.id:
@@ -81,23 +95,25 @@ def _check_model(body: dict[str, Any], model: ServedModel) -> None:
 
 def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
     if isinstance(prompt, str):
-        _check_chars(len(prompt), model, "prompt")
+        check_chars(len(prompt), model, "prompt")
         token_ids = model.tokenizer.encode(prompt)
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt", code="invalid_value")
         return token_ids
-    _check_token_ids(prompt, model, "prompt")
+    check_token_ids(prompt, model, "prompt")
     return prompt
 
 
-def _check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    if min(token_ids, default=0) < 0:
+        raise RequestError("token ids must not be negative", param=param, code="invalid_value")
     highest = max(token_ids, default=0)
     if highest >= model.tokenizer.vocab_size:
         message = f"token id {str(highest)[:24]} is not in the vocabulary of {model.tokenizer.vocab_size}"
         raise RequestError(message, param=param, code="invalid_value")
 
 
-def _check_chars(num_chars: int, model: ServedModel, param: str) -> None:
+def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
     if num_chars > model.max_model_len * MAX_CHARS_PER_TOKEN:
         raise _too_long(f"{param} has {num_chars} characters, which cannot fit", model, param)
 
@@ -125,23 +141,24 @@ def _job(
     prompts: Sequence[list[int]],
     limits: Sequence[int],
     model: ServedModel,
+    request_id: str | None,
     *,
     chat: bool,
 ) -> Job:
-    _check_token_ids(fields.stop_token_ids, model, "stop_token_ids")
-    job_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+    check_token_ids(fields.stop_token_ids, model, "stop_token_ids")
+    engine_id = uuid.uuid4().hex  # clients may use an id twice; no engine may see one twice
     requests: list[Request] = []
     for prompt, limit in zip(prompts, limits, strict=True):
         for choice in range(fields.n):
             requests.append(
                 Request(
-                    request_id=f"{job_id}-{len(requests)}",
+                    request_id=f"{engine_id}-{len(requests)}",
                     prompt_token_ids=tuple(prompt),
                     sampling=_sampling(fields, limit, choice, model.tokenizer.eos_token_ids),
                 )
             )
     return Job(
-        id=job_id,
+        id=("chatcmpl-" if chat else "cmpl-") + (request_id or engine_id),
         created=int(time.time()),
         model=model.id,
         chat=chat,

@@ -1,10 +1,11 @@
 """What clients may send: strictly typed request bodies of `/v1/chat/completions` and `/v1/completions`."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from dspark_ray.core.errors import RequestError
+from dspark_ray.serving.body import Body, validate
+from dspark_ray.serving.messages import Message
 from dspark_ray.serving.unsupported import supported_only
 
 MAX_CHOICES = 128
@@ -12,13 +13,6 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 INT32 = 1 << 31
 INT64 = 1 << 63
-_EMPTY_MESSAGE_FIELDS = ("annotations", "audio", "function_call", "refusal", "tool_calls")
-
-
-class Body(BaseModel):
-    """Base of every schema: no coercion of types, no unknown keys."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _as_list(value: Any) -> Any:
@@ -62,41 +56,16 @@ class GenerationFields(Body):
         return self
 
 
-def _text_of_parts(content: Any) -> Any:
-    """A list of text parts as one string; anything else is left to the type check."""
-    if not isinstance(content, list):
-        return content
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise ValueError(f"only content parts of type 'text' are supported, got {str(kind)[:64]!r}")
-        if not isinstance(part.get("text"), str):
-            raise ValueError("a content part of type 'text' needs a string 'text'")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-class Message(Body):
-    """One chat message."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_text_of_parts)]
-    name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty_fields(cls, value: Any) -> Any:
-        """An answer sent back as it came carries these fields, empty; filled ones are refused."""
-        if not isinstance(value, dict):
-            return value
-        return {k: v for k, v in value.items() if k not in _EMPTY_MESSAGE_FIELDS or v not in (None, [])}
-
-
-class ChatCompletionRequest(GenerationFields):
-    """`POST /v1/chat/completions`."""
+class ChatPromptFields(Body):
+    """What makes a conversation a prompt."""
 
     messages: list[Message] = Field(min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=64)
+
+
+class ChatCompletionRequest(GenerationFields, ChatPromptFields):
+    """`POST /v1/chat/completions`."""
+
     max_completion_tokens: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
@@ -147,26 +116,9 @@ def _all_token_ids(items: list[Any]) -> bool:
     return all(type(item) is int and item >= 0 for item in items)
 
 
-BodyT = TypeVar("BodyT", bound=GenerationFields)
+FieldsT = TypeVar("FieldsT", bound=GenerationFields)
 
 
-def parse_body(schema: type[BodyT], body: dict[str, Any]) -> BodyT:
+def parse_body(schema: type[FieldsT], body: dict[str, Any]) -> FieldsT:
     """`body` checked against `schema`; raises `RequestError` with the first fault and its parameter."""
-    kept = supported_only(body, frozenset(schema.model_fields))
-    try:
-        return schema.model_validate(kept)
-    except ValidationError as error:
-        fault = error.errors(include_url=False, include_context=False)[0]
-        raise _request_error(fault) from error
-
-
-def _request_error(fault: Any) -> RequestError:
-    path = [part for part in map(str, fault["loc"]) if not part.startswith("function-before")]
-    param = ".".join(path)[:128] or None
-    message = fault["msg"].removeprefix("Value error, ")
-    if fault["type"] == "missing":
-        return RequestError(
-            f"missing required parameter: '{param}'", param=param, code="missing_required_parameter"
-        )
-    code = "invalid_type" if fault["type"].endswith("_type") else "invalid_value"
-    return RequestError(f"invalid '{param}': {message}" if param else message, param=param, code=code)
+    return validate(schema, supported_only(body, frozenset(schema.model_fields)))

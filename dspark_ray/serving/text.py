@@ -1,6 +1,6 @@
 """Tokens to text for one choice: stop strings, stop tokens and what counts as used."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,10 +18,28 @@ class Tokenizer(Protocol):
         """Every token that ends an answer, the chat template's end of turn included."""
         ...
 
-    def encode(self, text: str) -> list[int]: ...
+    @property
+    def chat_template(self) -> str:
+        """Its source; empty without one."""
+        ...
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The chat template's prompt, open for the assistant's answer; raises `RequestError`."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """Each token as the vocabulary spells it."""
+        ...
+
+    def chat_text(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation in the model's chat template; raises `RequestError`."""
         ...
 
 

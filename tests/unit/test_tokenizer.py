@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dspark_ray.core.errors import ConfigError, RequestError
 from dspark_ray.models.tokenizer import IncrementalDetokenizer, TextDelta, Tokenizer
-from tests.tiny import TOKENIZER_VOCAB_SIZE, tiny_chat_model_dir, tiny_tokenizer_dir
+from tests.tiny import CHAT_TEMPLATE, TOKENIZER_VOCAB_SIZE, tiny_chat_model_dir, tiny_tokenizer_dir
 
 TEXTS = [
     "plain text",
@@ -197,6 +197,24 @@ def test_a_template_that_fails(tokenizer: Tokenizer, messages: list[dict[str, ob
     with pytest.raises(RequestError, match="chat template refused") as caught:
         tokenizer.render_chat(messages)
     assert caught.value.param == "messages"
+
+
+def test_template_variables_and_their_limits(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "{{ 7 * 7 }}"}]
+    tokenizer._hf.chat_template = "{% if enable_thinking %}on{% else %}off{% endif %}"
+    try:
+        assert tokenizer.chat_text(messages, template_kwargs={"enable_thinking": True}) == "on"
+        for name in ("messages", "tools", "chat_template", "tokenize", "return_dict"):
+            with pytest.raises(RequestError, match="must not set") as caught:
+                tokenizer.chat_text(messages, template_kwargs={name: "x"})
+            assert caught.value.param == "chat_template_kwargs"
+        # The sandbox: the Python behind a value is out of reach, and content is never a template.
+        tokenizer._hf.chat_template = "{{ x.__class__.__mro__ }}"
+        with pytest.raises(RequestError, match="chat template refused"):
+            tokenizer.chat_text(messages, template_kwargs={"x": "y"})
+    finally:
+        tokenizer._hf.chat_template = CHAT_TEMPLATE
+    assert "{{ 7 * 7 }}" in tokenizer.chat_text(messages)
 
 
 def test_no_template(fallback_tokenizer: Tokenizer) -> None:

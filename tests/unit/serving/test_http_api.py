@@ -110,7 +110,7 @@ async def test_a_chat_answer(app: App) -> None:
     response = await app.chat(max_tokens=12)
     body = response.json()
     assert response.status_code == 200
-    assert response.headers["x-request-id"] == body["id"]
+    assert body["id"] == "chatcmpl-" + response.headers["x-request-id"]
     assert body["object"] == "chat.completion"
     choice = body["choices"][0]
     assert choice["message"]["role"] == "assistant"
@@ -294,12 +294,66 @@ async def test_health_and_readiness(app: App) -> None:
     assert health.json()["replicas"] == {"expected": 1, "live": 0, "ready": 0}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_id_comes_back(app: App, stream: bool) -> None:
+    app.client.headers["X-Request-Id"] = "order-17"
+    response = await app.chat(max_tokens=3, stream=stream)
+    bodies = events(response) if stream else [response.json()]
+    assert {body["id"] for body in bodies} == {"chatcmpl-order-17"}
+    assert response.headers.get_list("x-request-id") == ["order-17"]
+    refused = await app.chat(max_tokens=0, stream=stream)
+    assert (refused.status_code, refused.headers["x-request-id"]) == (400, "order-17")
+
+
+@pytest.mark.parametrize("request_id", ["", "a" * 129, "a b", "\xe9"])
+async def test_a_request_id_that_is_none_is_refused(app: App, request_id: str) -> None:
+    headers = [(b"x-request-id", request_id.encode("latin-1"))]
+    response = await app.client.get("/health", headers=headers)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
+
+
+async def test_tokenize_and_back(app: App, tokenizer: Tokenizer) -> None:
+    text = "é<|im_end|>x"
+    body = (await app.client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert body["tokens"] == tokenizer.encode(text)
+    assert (body["count"], body["max_model_len"]) == (4, 256)
+    assert body["token_strs"][2] == "<|im_end|>"
+    back = await app.client.post("/detokenize", json={"model": "m", "tokens": body["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_tokenize_a_conversation(app: App, tokenizer: Tokenizer) -> None:
+    body = (await app.client.post("/tokenize", json={"model": "m", "messages": MESSAGES})).json()
+    assert body["tokens"] == tokenizer.render_chat(MESSAGES)
+    closed = await app.client.post("/tokenize", json={"messages": MESSAGES, "add_generation_prompt": False})
+    assert closed.json()["tokens"] == tokenizer.render_chat(MESSAGES, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status"),
+    [
+        ("tokenize", {"prompt": 5}, 400),
+        ("tokenize", {}, 400),
+        ("tokenize", {"prompt": "a", "nonsense": 1}, 400),
+        ("tokenize", {"prompt": "a", "model": "other"}, 404),
+        ("tokenize", {"prompt": "a" * 100_000}, 400),
+        ("detokenize", {"tokens": [-1]}, 400),
+        ("detokenize", {"tokens": [10**30]}, 400),
+        ("detokenize", {"tokens": "abc"}, 400),
+    ],
+)
+async def test_what_cannot_be_tokenized(app: App, route: str, body: Any, status: int) -> None:
+    response = await app.client.post("/" + route, json=body)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+
+
 async def test_models_version_and_metrics(app: App) -> None:
     models = (await app.client.get("/v1/models")).json()
     assert [model["id"] for model in models["data"]] == ["m"]
     assert (await app.client.get("/v1/models/m")).json()["max_model_len"] == 256
     assert (await app.client.get("/v1/models/a/b")).json()["error"]["code"] == "model_not_found"
-    assert (await app.client.get("/version")).json() == {"dspark_ray": "1"}
+    assert (await app.client.get("/version")).json() == {"version": "1", "dspark_ray": "1"}
     metrics = await app.client.get("/metrics")
     assert metrics.text == "dspark_drafts_total 1.0\n"
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")

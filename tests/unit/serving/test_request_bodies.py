@@ -1,11 +1,13 @@
 """What clients may send, what is refused, and in which words."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from dspark_ray.core.errors import RequestError
 from dspark_ray.serving.json_body import parse_object, read_body
+from dspark_ray.serving.messages import Message
 from dspark_ray.serving.parsing import ServedModel, parse_chat, parse_completion
 from dspark_ray.serving.unsupported import IGNORED, NO_OP_VALUES
 
@@ -18,11 +20,19 @@ class CharTokenizer:
     vocab_size = 0x250
     eos_token_ids = (3,)
 
-    def encode(self, text: str) -> list[int]:
+    chat_template = ""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages))
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(map(chr, token_ids))
+
+    def tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [chr(token_id) for token_id in token_ids]
+
+    def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
 MODEL = ServedModel("m", 64, CharTokenizer())
@@ -84,14 +94,17 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
     [
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
         ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "hi", "extra": 1}]}, "messages.0.extra"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0.id"),
+        ({"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages.0"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
@@ -202,6 +215,29 @@ def test_content_parts_and_returned_answers_are_understood() -> None:
     messages = [{"role": "developer", "content": parts}, answer]
     job = parse_chat(chat(messages=messages), MODEL)
     assert job.requests[0].prompt_token_ids == tuple(map(ord, "<system>ab<assistant>c"))
+
+
+def test_tool_messages_reach_the_template_with_arguments_as_objects() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    answer = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "2"}
+    rendered = [Message.model_validate(message).for_template() for message in (answer, result)]
+    assert rendered[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    assert (rendered[0]["content"], rendered[0]["reasoning_content"]) == ("", "hm")
+    assert rendered[1] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", "[" * 100_000, "5"])
+def test_arguments_that_are_no_object_are_refused(arguments: str) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    error = refused(chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
+    assert "JSON object" in error.message
+
+
+def test_ids_of_a_job_are_the_clients_and_those_of_its_choices_are_not() -> None:
+    jobs = [parse_chat(chat(n=2), MODEL, "mine") for _ in range(2)]
+    assert [job.id for job in jobs] == ["chatcmpl-mine"] * 2
+    assert len({request.request_id for job in jobs for request in job.requests}) == 4
 
 
 @pytest.mark.parametrize(
