@@ -18,8 +18,8 @@ class PackedLinear:
     """x @ weight.T + bias, for inference. weight [out, in], bias [out] or None.
 
     In bf16 on a CPU the weight is laid out anew, once: by the compiled version where the CPU has AVX-512 BF16
-    (but no AMX, which oneDNN uses better), else by oneDNN. Everywhere else it is F.linear. Only one layout is
-    kept: drop the original weight to save its memory.
+    or AMX, else by oneDNN. Everywhere else it is F.linear. Only one layout is kept: drop the original weight
+    to save its memory.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -35,7 +35,7 @@ def _compiled(weight: Tensor, bias: Tensor | None) -> Multiply | None:
     if not weight.is_cpu or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
         return None
     ops, out_features = cpu_version(), weight.shape[0]
-    if not isinstance(ops, CpuOps) or not ops.has_linear or torch.cpu._is_amx_tile_supported():
+    if not isinstance(ops, CpuOps) or not ops.has_linear:
         return None
     panels, bias32 = ops.pack_linear(weight, bias)
     return lambda x: ops.linear(x, panels, bias32, out_features)

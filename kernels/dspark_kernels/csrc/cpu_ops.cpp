@@ -16,6 +16,7 @@
 #include "attention.h"
 #include "choose.h"
 #include "linear.h"
+#include "linear_amx.h"
 
 namespace {
 
@@ -191,6 +192,11 @@ void dspark_pack_linear(const void* weight, int64_t out, int64_t in, void* panel
 
 void dspark_linear(const void* x, const void* panels, const void* bias, void* result, int64_t rows, int64_t in,
                    int64_t out, int threads) {
+#if defined(DSPARK_AMX)
+  if (in % amx::TILE_INPUTS == 0 && amx::allowed())
+    return amx::multiply((const bf16*)x, (const uint32_t*)panels, (const float*)bias, (bf16*)result, rows, in, out,
+                         threads);
+#endif
 #if defined(__AVX512BF16__)
   linear::multiply((const bf16*)x, (const uint32_t*)panels, (const float*)bias, (bf16*)result, rows, in, out, threads);
 #else

@@ -1,4 +1,4 @@
-// x · weightᵀ in bf16 for CPUs with AVX-512 BF16. With a few rows the time is that of reading the weights once, so they are
+// x · weightᵀ in bf16 for CPUs with AVX-512 BF16 (linear_amx.h: with AMX). With a few rows the time is that of reading the weights once, so they are
 // laid out in the order they are read.
 //
 // A panel is 32 outputs: [in / 2][32] pairs of consecutive inputs. Each output sums its inputs in the same order whatever
