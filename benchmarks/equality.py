@@ -1,12 +1,14 @@
-"""Greedy text with drafting on equals greedy text with drafting off, in fp32, token by token.
+"""Greedy text with drafting on equals greedy text with drafting off, token by token.
 
     python benchmarks/equality.py --prompts A.jsonl B.jsonl [--config configs/smollm2-135m-cpu.yaml]
-        [--limit 50] [--max-tokens 128] [--concurrency 8] [--name equality]
+        [--limit 50] [--max-tokens 128] [--concurrency 8] [--plain-concurrency 8] [--dtype float32]
+        [--name equality]
 
 `--limit` prompts are taken in turn from all files. The step table is a made-up steep one, so that `adaptive`
 trims and its budget changes; a clock that stands still keeps live corrections out. Exits with 1 if a text
 differs where the target's logits do not explain it, or if the comparison proves nothing (no drafts, none
-accepted, nothing trimmed). Writes benchmarks/results/NAME.json.
+accepted, nothing trimmed). In bfloat16 other systems' texts change with the batch; with `--dtype bfloat16
+--plain-concurrency 1 --concurrency 32` this tells whether ours do. Writes benchmarks/results/NAME.json.
 """
 
 import argparse
@@ -50,6 +52,8 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=50, help="prompts in all")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--concurrency", type=int, default=8)
+    parser.add_argument("--plain-concurrency", type=int, help="of plain decoding; default: --concurrency")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--name", default="equality", help="of the result file")
     options = parser.parse_args()
 
@@ -59,9 +63,14 @@ def main() -> None:
     tokenizer = Tokenizer.load(model_dir)
     files = [[p.token_ids for p in read_prompts(path, tokenizer, options.limit)] for path in options.prompts]
     prompts = [p for p in chain.from_iterable(zip_longest(*files)) if p is not None][: options.limit]
-    engines = build_engines(config, model_dir, ("off", *options.modes))
+    engines = build_engines(config, model_dir, ("off", *options.modes), options.dtype)
     reports = check_equality(
-        engines.pop("off"), engines, prompts, max_tokens=options.max_tokens, concurrency=options.concurrency
+        engines.pop("off"),
+        engines,
+        prompts,
+        max_tokens=options.max_tokens,
+        concurrency=options.concurrency,
+        plain_concurrency=options.plain_concurrency,
     )
     for report in reports:
         print(_line(report))
@@ -71,7 +80,9 @@ def main() -> None:
             "prompts": [path.name for path in options.prompts],
             "num_prompts": len(prompts),
             "max_tokens": options.max_tokens,
+            "dtype": options.dtype,
             "concurrency": options.concurrency,
+            "plain_concurrency": options.plain_concurrency or options.concurrency,
             "tolerance": LOGIT_TOLERANCE,
         },
         "reports": [
@@ -82,9 +93,11 @@ def main() -> None:
     sys.exit(any(report.verdict != "equal" for report in reports))
 
 
-def build_engines(config: AppConfig, model_dir: Path, modes: tuple[str, ...]) -> dict[str, Engine]:
-    """One engine for each mode in fp32, on one target and one drafter."""
-    model = config.model.model_copy(update={"dtype": "float32"})
+def build_engines(
+    config: AppConfig, model_dir: Path, modes: tuple[str, ...], dtype: str
+) -> dict[str, Engine]:
+    """One engine for each mode, on one target and one drafter."""
+    model = config.model.model_copy(update={"dtype": dtype})
     engine = config.engine.model_copy(update={"prefix_cache": False})  # the drafter's KV is shared
     target = load_target(model_dir, DTYPES[model.dtype], model.max_model_len)
     drafter = build_drafter(config.model_copy(update={"engine": engine}), target)

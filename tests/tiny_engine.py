@@ -59,8 +59,10 @@ def decoder_config(vocab_size: int) -> DecoderConfig:
     )
 
 
-def tiny_decoder(vocab_size: int, *, seed: int = 0, sharpness: float = 1.0) -> Decoder:
-    """A random target in fp32; `sharpness` scales its logits."""
+def tiny_decoder(
+    vocab_size: int, *, seed: int = 0, sharpness: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A random target; `sharpness` scales its logits."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -85,7 +87,7 @@ def tiny_decoder(vocab_size: int, *, seed: int = 0, sharpness: float = 1.0) -> D
             f"{prefix}.mlp.up_proj.weight": random(INNER, HIDDEN),
             f"{prefix}.mlp.down_proj.weight": random(HIDDEN, INNER),
         }
-    return Decoder(decoder_config(vocab_size), WeightSource(tensors), torch.float32, 256)
+    return Decoder(decoder_config(vocab_size), WeightSource(tensors), dtype, 256)
 
 
 def tiny_drafter_dir(

@@ -69,10 +69,15 @@ def check_equality(
     *,
     max_tokens: int,
     concurrency: int,
+    plain_concurrency: int | None = None,
     tolerance: float = LOGIT_TOLERANCE,
 ) -> list[ModeReport]:
-    """Greedy texts of all engines, at most `max_tokens` each; `plain` has mode off."""
-    expected = _run(plain, prompts, max_tokens, concurrency)
+    """Greedy texts of all engines, at most `max_tokens` each; `plain` has mode off.
+
+    `plain` runs `plain_concurrency` requests at a time (None: as many as the others): one at a time, it also
+    tells whether a text depends on the batch around it.
+    """
+    expected = _run(plain, prompts, max_tokens, plain_concurrency or concurrency)
     reports = []
     for mode, engine in others.items():
         run = _run(engine, prompts, max_tokens, concurrency)
