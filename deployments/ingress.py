@@ -48,16 +48,10 @@ TextFactory = Callable[[AppConfig], TextTools]
 def model_text(config: AppConfig) -> TextTools:
     """The `TextFactory` of real models: the tokenizer beside the weights."""
     from dspark_ray.models.fetch import resolve_model
-    from dspark_ray.models.tokenizer import IncrementalDetokenizer
     from dspark_ray.models.tokenizer import Tokenizer as ModelTokenizer
 
     tokenizer = ModelTokenizer.load(resolve_model(config.model.source))
-    return TextTools(
-        tokenizer,
-        lambda stop, include: IncrementalDetokenizer(
-            tokenizer, stop=stop, include_stop_str_in_output=include
-        ),
-    )
+    return TextTools(tokenizer, tokenizer.detokenizer)
 
 
 class ReplicaBackend:

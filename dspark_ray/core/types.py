@@ -39,7 +39,10 @@ MIN_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when the request ends (stop strings are the detokeniser's job)."""
+    """How the next token is chosen and when the request ends (stop strings are the detokeniser's job).
+
+    Token rules (docs/api.md) shape the logits of target and drafter before temperature and filters.
+    """
 
     temperature: float = 1.0  # below MIN_TEMPERATURE: greedy
     top_p: float = 1.0
@@ -49,12 +52,33 @@ class SamplingParams:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0  # no end-of-sequence or stop token before so many tokens of output
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    allowed_token_ids: tuple[int, ...] = ()  # empty: all
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken: also where dividing by the temperature would overflow, and
         for top_k 1, so that it breaks ties as temperature 0 does."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How a choice's tokens become text: the detokeniser's half of the sampling parameters."""
+
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False  # the text includes the stop string or stop token that ended it
+    skip_special_tokens: bool = True
+    min_tokens: int = 0  # a stop string that is complete within so many tokens does not count
 
 
 @dataclass(frozen=True, slots=True)

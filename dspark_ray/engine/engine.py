@@ -37,6 +37,7 @@ from dspark_ray.engine.sequence import Draft, Sequence
 from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import ContextRows, DraftBlock, Drafter, DraftRequest, Outcome
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
+from dspark_ray.models.token_rules import token_rules
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
 
@@ -81,7 +82,8 @@ class Engine:
             max_step_rows=config.engine.max_step_rows,
             max_waiting=config.engine.max_waiting,
             max_model_len=config.model.max_model_len,
-            adjusters=adjusters,
+            # Grammars and the like first: a rule of the sampling parameters gives way to them.
+            adjusters=(*adjusters, token_rules(target.config.vocab_size, eos_token_ids)),
         )
         self.budget = BudgetPlanner(config.speculation, table, config.engine.max_step_rows)
         self.counters = SpeculationCounters(config.speculation.num_draft_tokens)

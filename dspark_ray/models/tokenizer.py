@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark_ray.core.errors import ConfigError, RequestError
+from dspark_ray.core.types import TextOptions
 
 # End-of-turn tokens: chat models whose configs name only the end of text still stop at their template's.
 _END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
@@ -135,6 +136,16 @@ class Tokenizer:
         """The text of all tokens at once; ids the tokenizer does not know are left out."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def detokenizer(self, options: TextOptions) -> "IncrementalDetokenizer":
+        """A detokenizer for one choice."""
+        return IncrementalDetokenizer(
+            self,
+            stop=options.stop,
+            include_stop_str_in_output=options.include_stop,
+            skip_special_tokens=options.skip_special_tokens,
+            min_tokens=options.min_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
@@ -159,11 +170,14 @@ class IncrementalDetokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """A stop string that is complete within the first `min_tokens` tokens is ordinary text."""
         assert all(stop), "an empty stop string would stop everything"
         self._pieces = _PieceStream(tokenizer, skip_special_tokens)
         self._stop = tuple(stop)
         self._include_stop = include_stop_str_in_output
+        self._min_tokens_left = min_tokens
         self._held = ""  # decoded, but possibly the beginning of a stop string
         self.stopped = False
 
@@ -174,6 +188,7 @@ class IncrementalDetokenizer:
         text = ""
         for num_tokens, token_id in enumerate(token_ids, start=1):
             text += self._release(self._pieces.push(token_id))
+            self._min_tokens_left -= 1
             if self.stopped:
                 return TextDelta(text, num_tokens, True)
         return TextDelta(text, len(token_ids), False)
@@ -190,6 +205,9 @@ class IncrementalDetokenizer:
         """The text that `piece` makes safe to show."""
         text = self._held + piece
         match = _first_stop(text, self._stop)
+        if match is not None and self._min_tokens_left > 0:
+            self._held = ""
+            return text
         if match is not None:
             start, end = match
             self.stopped, self._held = True, ""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark_ray.core.errors import RequestError
-from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.core.types import Request, SamplingParams, TextOptions
 from dspark_ray.serving.messages import for_template
 from dspark_ray.serving.schemas import (
     ChatCompletionRequest,
@@ -17,6 +17,7 @@ from dspark_ray.serving.schemas import (
     parse_body,
 )
 from dspark_ray.serving.text import Tokenizer
+from dspark_ray.serving.token_rules import TokenRules, check_token_ids, token_rules
 
 # Longer texts are refused before they are tokenised: no tokenizer makes so few tokens of so many characters.
 MAX_CHARS_PER_TOKEN = 256
@@ -40,8 +41,7 @@ class Job:
     model: str
     chat: bool
     requests: tuple[Request, ...]  # by choice index
-    stop: tuple[str, ...]
-    include_stop: bool
+    text: TextOptions
     stream: bool
     include_usage: bool
     num_per_prompt: int  # n: choices that share a prompt
@@ -100,17 +100,8 @@ def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
         if not token_ids:
             raise RequestError("the prompt is empty", param="prompt", code="invalid_value")
         return token_ids
-    check_token_ids(prompt, model, "prompt")
+    check_token_ids(prompt, model.tokenizer, "prompt")
     return prompt
-
-
-def check_token_ids(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
-    if min(token_ids, default=0) < 0:
-        raise RequestError("token ids must not be negative", param=param, code="invalid_value")
-    highest = max(token_ids, default=0)
-    if highest >= model.tokenizer.vocab_size:
-        message = f"token id {str(highest)[:24]} is not in the vocabulary of {model.tokenizer.vocab_size}"
-        raise RequestError(message, param=param, code="invalid_value")
 
 
 def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
@@ -145,7 +136,8 @@ def _job(
     *,
     chat: bool,
 ) -> Job:
-    check_token_ids(fields.stop_token_ids, model, "stop_token_ids")
+    check_token_ids(fields.stop_token_ids, model.tokenizer, "stop_token_ids")
+    rules = token_rules(fields, model.tokenizer)
     engine_id = uuid.uuid4().hex  # clients may use an id twice; no engine may see one twice
     requests: list[Request] = []
     for prompt, limit in zip(prompts, limits, strict=True):
@@ -154,7 +146,7 @@ def _job(
                 Request(
                     request_id=f"{engine_id}-{len(requests)}",
                     prompt_token_ids=tuple(prompt),
-                    sampling=_sampling(fields, limit, choice, model.tokenizer.eos_token_ids),
+                    sampling=_sampling(fields, limit, choice, rules, model.tokenizer.eos_token_ids),
                 )
             )
     return Job(
@@ -163,8 +155,12 @@ def _job(
         model=model.id,
         chat=chat,
         requests=tuple(requests),
-        stop=tuple(fields.stop),
-        include_stop=fields.include_stop_str_in_output,
+        text=TextOptions(
+            stop=tuple(fields.stop),
+            include_stop=fields.include_stop_str_in_output,
+            skip_special_tokens=fields.skip_special_tokens,
+            min_tokens=fields.min_tokens,
+        ),
         stream=fields.stream,
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
         num_per_prompt=fields.n,
@@ -172,8 +168,18 @@ def _job(
 
 
 def _sampling(
-    fields: GenerationFields, max_tokens: int, choice: int, eos_token_ids: tuple[int, ...]
+    fields: GenerationFields,
+    max_tokens: int,
+    choice: int,
+    rules: TokenRules,
+    eos_token_ids: tuple[int, ...],
 ) -> SamplingParams:
+    if fields.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens={fields.min_tokens} exceeds the {max_tokens} tokens that may be generated",
+            param="min_tokens",
+            code="invalid_value",
+        )
     # The engine knows the ends that the model's config names; the tokenizer knows its template's too.
     ends = () if fields.ignore_eos else eos_token_ids
     return SamplingParams(
@@ -185,4 +191,11 @@ def _sampling(
         max_tokens=max_tokens,
         stop_token_ids=tuple(dict.fromkeys((*fields.stop_token_ids, *ends))),
         ignore_eos=fields.ignore_eos,
+        min_tokens=fields.min_tokens,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        repetition_penalty=fields.repetition_penalty,
+        logit_bias=rules.logit_bias,
+        bad_words=rules.bad_words,
+        allowed_token_ids=rules.allowed_token_ids,
     )

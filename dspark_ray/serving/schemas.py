@@ -11,6 +11,9 @@ from dspark_ray.serving.unsupported import supported_only
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 128
 INT32 = 1 << 31
 INT64 = 1 << 63
 
@@ -19,6 +22,8 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+TokenId = Annotated[int, Field(ge=0)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -43,11 +48,21 @@ class GenerationFields(Body):
     stop: Annotated[list[StopString], BeforeValidator(_as_list)] = Field(
         default_factory=list, max_length=MAX_STOP_STRINGS
     )
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list, max_length=1024)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=1024)
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = Field(0, ge=0, lt=INT32)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict, max_length=MAX_BIASES, description="token id → what is added to its logit"
+    )
+    bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
+    allowed_token_ids: list[TokenId] = Field(default_factory=list, description="empty: all")
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationFields":

@@ -112,7 +112,7 @@ class CompletionService:
     async def _choice(self, job: Job, index: int) -> AsyncGenerator[ChoiceEvent, None]:
         """One choice's text; a stop string ends it at once, only its usage is waited for."""
         generation = Generation(job.requests[index], self.backend, self.streams, self.retry)
-        text = ChoiceText(self.new_detokenizer(job.stop, job.include_stop), job.include_stop)
+        text = ChoiceText(self.new_detokenizer(job.text), job.text.include_stop)
         async with aclosing(generation.outputs()) as outputs:
             async for output in outputs:
                 delta = text.add(output)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dspark_ray.core.types import FinishReason, RequestOutput
+from dspark_ray.core.types import FinishReason, RequestOutput, TextOptions
 
 
 class Tokenizer(Protocol):
@@ -73,8 +73,8 @@ class Detokenizer(Protocol):
         ...
 
 
-NewDetokenizer = Callable[[Sequence[str], bool], Detokenizer]
-"""(stop strings, whether the text includes the one that ended it) → a detokenizer for one choice."""
+NewDetokenizer = Callable[[TextOptions], Detokenizer]
+"""A detokenizer for one choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from typing import Any
 from pydantic import Field
 
 from dspark_ray.serving.body import Body, validate
-from dspark_ray.serving.parsing import ServedModel, chat_prompt, check_chars, check_model, check_token_ids
+from dspark_ray.serving.parsing import ServedModel, chat_prompt, check_chars, check_model
 from dspark_ray.serving.schemas import ChatPromptFields
+from dspark_ray.serving.token_rules import check_token_ids
 
 
 class TokenizeText(Body):
@@ -56,5 +57,5 @@ def detokenize(body: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     """`POST /detokenize`. Raises `RequestError`."""
     check_model(body, model)
     fields = validate(Detokenize, body)
-    check_token_ids(fields.tokens, model, "tokens")
+    check_token_ids(fields.tokens, model.tokenizer, "tokens")
     return {"prompt": model.tokenizer.decode(fields.tokens, skip_special_tokens=False)}

@@ -80,23 +80,22 @@ def plain_text(prompt: Sequence[int], length: int) -> list[int]:
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("drafter", ["dspark", "ngram"])
-@pytest.mark.parametrize("mode", ["off", *SPECULATING])
+@pytest.mark.parametrize(
+    ("mode", "drafter"), [*((mode, "dspark") for mode in SPECULATING), ("fixed", "ngram")]
+)
 def test_constrained_greedy_text_is_plain_decodings(checkpoint: Path, mode: str, drafter: str) -> None:
     engine = constrained(checkpoint if drafter == "dspark" else None, mode)
-    texts = run(engine, requests(6))
-    for item in requests(2):
+    texts = run(engine, requests(4))
+    for item in requests(4):
         assert texts[item.request_id] == plain_text(item.prompt_token_ids, 24)
-    assert texts == run(constrained(None, "off"), requests(6))
-    if mode != "off":
-        assert engine.counters.drafted_tokens > 0
-        assert engine.counters.accepted_tokens > 0
+    assert engine.counters.drafted_tokens > 0
+    assert engine.counters.accepted_tokens > 0
     if mode == "adaptive":
         assert engine.counters.trimmed_tokens > 0
 
 
 def test_resumption_and_preemption_keep_the_state(checkpoint: Path) -> None:
-    texts = run(constrained(None, "off"), requests(6))
+    texts = {r.request_id: plain_text(r.prompt_token_ids, 24) for r in requests(6)}
     tight = constrained(
         checkpoint,
         "fixed",

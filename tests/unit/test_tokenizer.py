@@ -11,6 +11,7 @@ from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from dspark_ray.core.errors import ConfigError, RequestError
+from dspark_ray.core.types import TextOptions
 from dspark_ray.models.tokenizer import IncrementalDetokenizer, TextDelta, Tokenizer
 from tests.tiny import CHAT_TEMPLATE, TOKENIZER_VOCAB_SIZE, tiny_chat_model_dir, tiny_tokenizer_dir
 
@@ -246,3 +247,12 @@ def test_vocab_and_special_ids(tokenizer: Tokenizer) -> None:
 def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load a tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_stop_string_counts_only_after_the_least_number_of_tokens(tokenizer: Tokenizer) -> None:
+    options = TextOptions(stop=("ab",), min_tokens=4)
+    detokenizer = tokenizer.detokenizer(options)
+    delta = detokenizer.push(tokenizer.encode("xabxxabx"))
+    assert (delta.text, delta.num_tokens, delta.stopped) == ("xabxx", 7, True)
+    at_the_edge = tokenizer.detokenizer(options).push(tokenizer.encode("xxab"))
+    assert (at_the_edge.text, at_the_edge.stopped) == ("xxab", False)

@@ -10,7 +10,7 @@ import pytest
 
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import EngineStats
-from dspark_ray.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.serving.generation import RetryPolicy
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.parsing import ServedModel
@@ -66,9 +66,7 @@ class App:
         service = CompletionService(
             self.local,
             self.local,
-            lambda stop, include: IncrementalDetokenizer(
-                tokenizer, stop=stop, include_stop_str_in_output=include
-            ),
+            tokenizer.detokenizer,
             timeout_s=config.serving.request_timeout_s,
             retry=RetryPolicy(backoff_s=(0.0,), **retry),
         )

@@ -138,9 +138,22 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": "1"}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"one": 5}}, "logit_bias"),
+        ({"logit_bias": {"-1": 5}}, "logit_bias"),
+        ({"logit_bias": {"1": 5, "01": 5}}, "logit_bias"),
+        ({"logit_bias": {str(0x250): 5}}, "logit_bias"),
+        ({"logit_bias": {"9" * 30: 5}}, "logit_bias"),
+        ({"bad_words": [""]}, "bad_words.0"),
+        ({"bad_words": "word"}, "bad_words"),
+        ({"allowed_token_ids": [0x250]}, "allowed_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens"),
+        ({"skip_special_tokens": 0}, "skip_special_tokens"),
         ({"temprature": 1}, "temprature"),
     ],
 )
@@ -205,8 +218,33 @@ def test_sampling_parameters_arrive() -> None:
     first, second = (request.sampling for request in job.requests)
     assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.0, 0.5, None, 0.1)
     assert (first.seed, second.seed) == (7, 8)
-    assert (job.stop, first.stop_token_ids) == (("x",), (3,))
+    assert (job.text.stop, first.stop_token_ids) == (("x",), (3,))
     assert len({request.request_id for request in job.requests}) == 2
+
+
+def test_token_rules_arrive() -> None:
+    fields = {
+        "presence_penalty": 1,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": -100, "9": 2.5},
+        "bad_words": ["ab", " c"],
+        "allowed_token_ids": [7, 9],
+        "min_tokens": 3,
+        "skip_special_tokens": False,
+    }
+    job = parse_chat(chat(**fields), MODEL)
+    sampling = job.requests[0].sampling
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1.0, -0.5)
+    assert sampling.repetition_penalty == 1.2
+    assert sampling.logit_bias == ((7, -100.0), (9, 2.5))
+    assert sampling.bad_words == ((97, 98), (32, 97, 98), (32, 99))  # at a text's start and after a space
+    assert sampling.allowed_token_ids == (7, 9)
+    assert sampling.min_tokens == job.text.min_tokens == 3
+    assert not job.text.skip_special_tokens
+    untouched = parse_chat(chat(), MODEL).requests[0].sampling
+    assert not untouched.has_penalties
+    assert untouched.logit_bias == untouched.bad_words == untouched.allowed_token_ids == ()
 
 
 def test_content_parts_and_returned_answers_are_understood() -> None:

@@ -1,0 +1,150 @@
+"""The oracle: whatever is asked for and however much is drafted, the text is plain decoding's.
+
+One batch holds a request of every setting. Its texts without a drafter are what every mode must reproduce
+at every concurrency, with and without the prefix cache, and under preemption.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_ray.core.types import Request
+from dspark_ray.engine.engine import Engine
+from dspark_ray.models.adjust import Columns
+from dspark_ray.models.token_rules import token_rules
+from tests.reference import dense_logits
+from tests.tiny_engine import collect, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+
+VOCAB = 24
+EOS = 5
+MODES = ("fixed", "threshold", "algorithm1", "adaptive")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "presence": {"temperature": 0.0, "presence_penalty": 0.6},
+    "frequency": {"temperature": 0.0, "frequency_penalty": 0.3},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.2},
+    "rewarded": {"temperature": 0.0, "presence_penalty": -0.5, "frequency_penalty": -0.2},
+    "bias": {"temperature": 0.0, "logit_bias": ((2, 1.5), (7, -100.0), (10, 0.5))},
+    "bad words": {"temperature": 0.0, "bad_words": ((4,), (2, 6), (12, 3, 12), (0, 0))},
+    "allowed": {"temperature": 0.0, "allowed_token_ids": tuple(range(0, VOCAB, 3))},
+    "min tokens": {"temperature": 0.0, "min_tokens": 12, "stop_token_ids": (6, 20)},
+    "everything": {
+        "temperature": 0.0,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.1,
+        "repetition_penalty": 1.1,
+        "logit_bias": ((EOS, 2.0), (8, 1.0)),
+        "bad_words": ((3,), (8, 8)),
+        "min_tokens": 9,
+    },
+}
+PER_SETTING = 2
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_drafter_dir(tmp_path_factory.mktemp("drafter"), VOCAB, draft_vocab=range(0, VOCAB, 2))
+
+
+def requests() -> list[Request]:
+    """Two of each setting; the prompts share a beginning, so that the prefix cache hits."""
+    rng, shared = np.random.default_rng(3), [1, 8, 2, 9, 4]
+    return [
+        request(f"{name} {copy}", [*shared, *rng.integers(0, VOCAB, 3)], max_tokens=LENGTH, **sampling)
+        for name, sampling in SETTINGS.items()
+        for copy in range(PER_SETTING)
+    ]
+
+
+def engine(checkpoint: Path | None, mode: str, **sections: Any) -> Engine:
+    speculation = {"mode": mode, "threshold": 0.2}
+    return tiny_engine(
+        checkpoint, vocab_size=VOCAB, eos_token_ids=(EOS,), speculation=speculation, **sections
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[int]]:
+    return run(engine(None, "off"), requests())
+
+
+def test_the_oracle_itself_is_the_definition(plain: dict[str, list[int]]) -> None:
+    """One dense forward a token, and the rules over the whole text so far."""
+    target = tiny_decoder(VOCAB)
+    for item in requests()[::PER_SETTING]:
+        text = plain[item.request_id]
+        logits = dense_logits(target, (*item.prompt_token_ids, *text))[len(item.prompt_token_ids) - 1 : -1]
+        for position, row in enumerate(torch.from_numpy(logits)):
+            adjuster = token_rules(VOCAB, [EOS])(item)
+            if adjuster is not None:
+                adjuster.commit(text[:position])
+                adjuster.adjust(row.unsqueeze(0), [], Columns())
+            assert int(row.argmax()) == text[position]
+    assert len({tuple(text) for text in plain.values()}) > len(SETTINGS)  # the settings matter
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("concurrency", "prefix_cache", "num_blocks"),
+    [(1, True, 64), (4, False, 64), (16, True, 64), (16, False, 32)],
+)
+def test_every_mode_writes_the_same_texts(
+    checkpoint: Path,
+    plain: dict[str, list[int]],
+    mode: str,
+    concurrency: int,
+    prefix_cache: bool,
+    num_blocks: int,
+) -> None:
+    speculating = engine(
+        checkpoint,
+        mode,
+        model={"max_model_len": 64},
+        engine={"max_running": concurrency, "prefix_cache": prefix_cache, "kv_num_blocks": num_blocks},
+    )
+    budgets = set()
+    items = requests()[:: {1: 4, 4: 2}.get(concurrency, 1)]  # one after the other, fewer are enough
+    texts: dict[str, list[int]] = {item.request_id: [] for item in items}
+    for item in items:
+        speculating.add_request(item)
+    while speculating.has_work():
+        collect(speculating.step(), texts)
+        budgets.add(speculating.recent_steps()[-1].budget_tokens)
+    assert texts == {item.request_id: plain[item.request_id] for item in items}
+    counters = speculating.counters
+    assert counters.drafted_tokens > 0
+    assert counters.accepted_tokens > 0
+    assert counters.drafted_tokens == counters.verified_tokens + counters.trimmed_tokens
+    assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
+    if mode == "adaptive" and concurrency > 1:
+        assert counters.trimmed_tokens > 0
+        assert len(budgets) >= 3
+    if prefix_cache:
+        assert speculating.stats().prefix_hit_tokens > 0
+    if num_blocks < 64:
+        assert speculating.stats().num_preemptions > 0
+    assert speculating.pool.num_used == 0
+
+
+def test_prompt_look_up_writes_the_same_texts(plain: dict[str, list[int]]) -> None:
+    speculating = engine(None, "adaptive", engine={"max_running": 16})
+    assert run(speculating, requests()) == plain
+    assert speculating.counters.accepted_tokens > 0
+
+
+def test_a_resumed_request_writes_what_is_missing(checkpoint: Path, plain: dict[str, list[int]]) -> None:
+    """A replica died after six tokens: penalties, bad words and the least length still count them."""
+    resumed = [
+        Request(item.request_id, item.prompt_token_ids, item.sampling, tuple(plain[item.request_id][:6]))
+        for item in requests()
+        if len(plain[item.request_id]) > 6
+    ]
+    speculating = engine(checkpoint, "fixed", engine={"max_running": 16})
+    texts = run(speculating, resumed)
+    assert texts == {item.request_id: plain[item.request_id][6:] for item in resumed}
+    assert len(resumed) > len(SETTINGS)
+    assert speculating.counters.accepted_tokens > 0
