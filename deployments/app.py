@@ -13,8 +13,10 @@ from ray.serve import Application
 from deployments.ingress import Ingress, TextFactory, model_text
 from deployments.server import LLMServer
 from dspark_ray.core.config import AppConfig, with_absolute_paths
+from dspark_ray.preflight.check import require_sound
 from dspark_ray.runtime.engine_actor import EngineFactory
-from dspark_ray.runtime.engine_factory import native_engine
+from dspark_ray.runtime.engine_factory import ENGINE_FACTORIES
+from dspark_ray.runtime.placement import replica_placement
 
 INGRESS_ONGOING = 10_000  # the ingress never queues in the proxy: it answers 503 itself, and /health always
 HEALTH_PERIOD_S = 2.0
@@ -27,20 +29,21 @@ PROJECT_DIR = Path(__file__).resolve().parent.parent
 def build_app(args: AppConfig) -> Application:
     """The builder named in `import_path`; `args` are the application's `args` in the YAML."""
     config = with_absolute_paths(args, (Path.cwd(), PROJECT_DIR))
-    return assemble(config, native_engine, model_text)
+    require_sound(config)
+    return assemble(config, ENGINE_FACTORIES[config.engine.kind], model_text)
 
 
 def assemble(config: AppConfig, engine_factory: EngineFactory, text_factory: TextFactory) -> Application:
     """Ingress → LLMServer. The factories are called in the replicas: engine there, tokenizer here."""
-    serving = config.serving
+    serving, placement = config.serving, replica_placement(config)
     server = _deployment(
         LLMServer,
         num_replicas=serving.num_replicas,
         max_ongoing_requests=serving.max_ongoing_requests,
         # Room for every running request of a replica that dies, beside an equal number of new ones.
         max_queued_requests=serving.max_ongoing_requests * serving.num_replicas,
-        placement_group_bundles=[{"CPU": max(serving.replica_cpus, 0.01)}],
-        placement_group_strategy="STRICT_PACK",
+        placement_group_bundles=list(placement.bundles),
+        placement_group_strategy=placement.strategy,
     )
     ingress = _deployment(
         Ingress, num_replicas=serving.num_ingress_replicas, max_ongoing_requests=INGRESS_ONGOING

@@ -50,7 +50,7 @@ def model_text(config: AppConfig) -> TextTools:
     from dspark_ray.models.fetch import resolve_model
     from dspark_ray.models.tokenizer import Tokenizer as ModelTokenizer
 
-    tokenizer = ModelTokenizer.load(resolve_model(config.model.source))
+    tokenizer = ModelTokenizer.load(resolve_model(config.model.source, weights=False))
     return TextTools(tokenizer, tokenizer.detokenizer)
 
 

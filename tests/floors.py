@@ -25,6 +25,7 @@ FLOORS = {
     "training": 4,
     "profiling": 4,
     "vllm_engine": 4,
+    "preflight": 5,
     "runtime": 5,
     "serving": 6,
     DEPLOYMENTS: 7,

@@ -119,10 +119,11 @@ def _compare(
     checked = load_config(config)
     read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
     prepare_torch(checked)
-    from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.models.fetch import resolve_model, with_local_drafter
     from dspark_ray.models.tokenizer import Tokenizer
     from dspark_ray.profiling.compare import DEFAULT_VARIANTS, run_comparison
 
+    checked = with_local_drafter(checked)
     model_dir = resolve_model(checked.model.source)
     items = read_prompts(prompts, Tokenizer.load(model_dir), limit)
     result = run_comparison(

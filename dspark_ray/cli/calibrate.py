@@ -51,10 +51,11 @@ def calibrate(
     survival before and after, on prompts held out of that fit.
     """
     from dspark_ray.models.drafters.confidence import TEMPERATURES_FILE, drafter_digest
+    from dspark_ray.models.fetch import with_local_drafter
     from dspark_ray.models.prompts import read_prompts, read_raw_prompts
     from dspark_ray.training.calibrate import calibrate as fit
 
-    plain = verifying_everything(load_config(config))
+    plain = with_local_drafter(verifying_everything(load_config(config)))
     drafter = plain.speculation.drafter
     if drafter.kind != "dspark" or drafter.path is None:
         raise ConfigError(

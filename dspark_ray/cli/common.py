@@ -89,7 +89,15 @@ def verifying_everything(config: "AppConfig") -> "AppConfig":
 
 
 def prepare_torch(config: "AppConfig") -> None:
-    """Gives torch the configured number of threads, or all cores."""
+    """Gives torch the configured number of threads, or all cores.
+
+    `ConfigError` for a configuration whose engine does not run in this process.
+    """
+    if config.engine.kind != "native":
+        raise ConfigError(
+            f"this command runs the native engine and engine.kind is {config.engine.kind!r}: start it with "
+            "`dspark-ray serve` and use --url, or set engine.kind to native"
+        )
     with _status("loading torch"):
         import torch
     torch.set_num_threads(config.engine.num_threads or _available_cores())
@@ -98,12 +106,13 @@ def prepare_torch(config: "AppConfig") -> None:
 def load_engine(config: "AppConfig") -> LocalEngine:
     """Fetches, loads and profiles what `config` names, with a line on stderr for what takes long."""
     prepare_torch(config)
-    from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.models.fetch import resolve_model, with_local_drafter
     from dspark_ray.models.tokenizer import Tokenizer
     from dspark_ray.profiling.cache import build_profiled_engine
 
     model_dir = resolve_model(config.model.source)
     err.print(f"loading {config.model.id} from {model_dir}", soft_wrap=True)
+    config = with_local_drafter(config)
     engine = build_profiled_engine(config, model_dir=model_dir)
     for what, text in engine.describe().items():
         err.print(f"  [dim]{what}: {escape(str(text))}[/dim]", soft_wrap=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dspark_ray.cli import bench, calibrate, chat, evaluate, fetch, generate, profile, serve, train
+from dspark_ray.cli import bench, calibrate, chat, check, evaluate, fetch, generate, profile, serve, train
 from dspark_ray.cli.common import print_error
 from dspark_ray.core.errors import DsparkError
 
@@ -54,6 +54,7 @@ def _options(
 _SERVE, _MAKE, _MEASURE = "Serve and talk", "Make a drafter", "Measure"
 
 app.command("fetch", rich_help_panel=_SERVE)(fetch.fetch)
+app.command("check", rich_help_panel=_SERVE)(check.check)
 app.command("serve", rich_help_panel=_SERVE)(serve.serve)
 app.command("chat", rich_help_panel=_SERVE)(chat.chat)
 app.command("generate", rich_help_panel=_SERVE)(generate.generate)

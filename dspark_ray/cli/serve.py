@@ -57,7 +57,10 @@ def serve(
     The same as `serve run CONFIG`, with the configuration checked first and a line that says
     when the server answers. With RAY_ADDRESS set it deploys to that cluster.
     """
+    from dspark_ray.preflight.check import require_sound
+
     checked = load_config(config)
+    require_sound(checked)
     address = read_address(config)
     if "RAY_ADDRESS" not in os.environ:
         check_port_is_free(address)

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.section import Section
 from dspark_ray.core.types import VerificationMode
+from dspark_ray.core.vllm_config import VllmConfig
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
 DEFAULT_SOURCE = "default"
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, and no key passes unread."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+NATIVE_DRAFTERS = ("none", "ngram", "dspark")
+MODEL_FREE_DRAFTERS = ("none", "ngram")
+BUNDLED_DRAFTERS = ("dspark", "mtp")  # some targets' checkpoints hold one: DeepSeek-V4's DSpark stages
 
 
 class ModelConfig(Section):
@@ -34,8 +33,9 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    """The step loop and its memory."""
+    """The engine, its step loop and its memory."""
 
+    kind: Literal["native", "vllm"] = "native"
     num_threads: int | None = Field(
         None, ge=1, description="torch threads; None: all cores, shared by replicas"
     )
@@ -56,15 +56,23 @@ class EngineConfig(Section):
 class DrafterConfig(Section):
     """Who proposes tokens."""
 
-    kind: Literal["none", "ngram", "dspark"] = "dspark"
-    path: str | None = Field(None, description="checkpoint directory (dspark)")
+    kind: Literal["none", "ngram", "dspark", "dflash", "eagle3", "mtp", "draft_model", "medusa"] = "dspark"
+    path: str | None = Field(None, description="checkpoint directory")
+    hub_id: str | None = Field(None, description="checkpoint on the hub, owner/name[@revision]")
     ngram_min: int = Field(2, ge=1, description="shortest suffix looked up (ngram)")
     ngram_max: int = Field(4, ge=1, description="longest suffix looked up (ngram)")
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """Of its own, beside the target's."""
+        return bool(self.path or self.hub_id)
+
     @model_validator(mode="after")
     def _check(self) -> "DrafterConfig":
-        if self.kind == "dspark" and not self.path:
-            raise ValueError("drafter.path is required for kind 'dspark'")
+        if self.path and self.hub_id:
+            raise ValueError("drafter.path and drafter.hub_id name two checkpoints: leave one out")
+        if self.kind not in (*MODEL_FREE_DRAFTERS, *BUNDLED_DRAFTERS) and not self.has_checkpoint:
+            raise ValueError(f"drafter.path is required for kind {self.kind!r} (or drafter.hub_id)")
         if self.ngram_min > self.ngram_max:
             raise ValueError("drafter.ngram_min must not exceed ngram_max")
         return self
@@ -121,6 +129,13 @@ class ServingConfig(Section):
     log_interval_s: float = Field(10.0, gt=0, description="speculation log line")
 
 
+class HardwareConfig(Section):
+    """The machine a configuration is written for. Read by checks only."""
+
+    device_memory_gib: float | None = Field(None, gt=0, description="of one device (GPU, or the machine)")
+    devices_per_node: int | None = Field(None, ge=1)
+
+
 class AppConfig(Section):
     """Everything `build_app` and the command line take: the `args` of one application in the Serve YAML."""
 
@@ -129,12 +144,27 @@ class AppConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     serving: ServingConfig = ServingConfig()
+    vllm: VllmConfig = VllmConfig()
+    hardware: HardwareConfig = HardwareConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "AppConfig":
+        drafter = self.speculation.drafter
+        if self.engine.kind == "native" and drafter.kind not in NATIVE_DRAFTERS:
+            raise ValueError(
+                f"the native engine has no drafter {drafter.kind!r}: set engine.kind to vllm, or "
+                f"drafter.kind to one of {', '.join(NATIVE_DRAFTERS)}"
+            )
+        if self.engine.kind == "native" and drafter.kind == "dspark" and not drafter.has_checkpoint:
+            raise ValueError(
+                "speculation.drafter.path is required (or drafter.hub_id): only vLLM reads a drafter from "
+                "the target's checkpoint"
+            )
         longest, block_size = self.model.max_model_len, self.engine.kv_block_size
         num_tokens = self.engine.kv_num_blocks * block_size
-        if num_tokens < longest:
+        # With a share of the device's memory to fill, vLLM counts the blocks itself.
+        is_fixed = self.engine.kind == "native" or self.vllm.gpu_memory_utilization is None
+        if is_fixed and num_tokens < longest:
             raise ValueError(
                 f"the KV cache holds {num_tokens} tokens (engine.kv_num_blocks × kv_block_size) and "
                 f"model.max_model_len is {longest}: set kv_num_blocks to at least "
@@ -185,7 +215,7 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
 
     speculation = config.speculation
     drafter = speculation.drafter
-    if drafter.kind == "dspark":
+    if drafter.kind not in MODEL_FREE_DRAFTERS:
         path = existing("speculation.drafter.path", drafter.path)
         drafter = drafter.model_copy(update={"path": path})
     updates = {

@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from dspark_ray.core.clock import SystemClock
+from dspark_ray.core.config import AppConfig
 from dspark_ray.core.digest import sha256_file
 from dspark_ray.core.env import cache_dir as default_cache_dir
 from dspark_ray.core.errors import ArtefactError, CheckpointError, ConfigError
@@ -34,7 +35,8 @@ MANIFEST_FILE = "manifest.json"
 
 _MANIFEST_FORMAT = 1
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt")
+_TEXT_PATTERNS = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
+_HUB_PATTERNS = ("*.safetensors", *_TEXT_PATTERNS)
 _HUB_IGNORED = ("*/*", "consolidated*")  # other formats' copies of the same weights
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _PARTIAL_PREFIX = ".partial-"
@@ -45,13 +47,15 @@ def resolve_model(
     *,
     cache_dir: Path | None = None,
     verify: bool = False,
+    weights: bool = True,
     progress: Console | None = None,
 ) -> Path:
     """The local Hugging Face directory that `source` names.
 
     `source` is `default`, a local directory, or a hub id `owner/name[@revision]` (kept in the hub's own
     cache, `HF_HOME`). `cache_dir` replaces `DSPARK_CACHE_DIR`; `verify` checks every digest of the
-    converted default model and not only sizes; `progress` is where the steps are shown (default: stderr).
+    converted default model and not only sizes; `weights` False fetches from the hub only what turns text
+    into tokens; `progress` is where the steps are shown (default: stderr).
     May block for minutes. Raises `ConfigError` that says what to do, `ArtefactError` for a wrong download.
     """
     console = progress or Console(stderr=True)
@@ -59,14 +63,33 @@ def resolve_model(
         return _cached_default(cache_dir or default_cache_dir(), verify, console)
     local = Path(source).expanduser()
     if source and local.is_dir():
-        _check_model_dir(local)
+        _check_model_dir(local, weights=weights)
         return local.resolve()
     if not _HUB_ID.fullmatch(source):
         raise ConfigError(
             f"model.source {source!r} is neither '{DEFAULT_SOURCE}', nor an existing directory, "
             "nor a hub id of the form owner/name"
         )
-    return _from_hub(source, console)
+    model_dir = _from_hub(source, "model.source", _HUB_PATTERNS if weights else _TEXT_PATTERNS, console)
+    _check_model_dir(model_dir, weights=weights)
+    return model_dir
+
+
+def is_on_hub(source: str) -> bool:
+    """Whether `source` names no model on this machine."""
+    return source != DEFAULT_SOURCE and not Path(source).expanduser().is_dir()
+
+
+def with_local_drafter(config: AppConfig, *, progress: Console | None = None) -> AppConfig:
+    """`config` with the drafter's `hub_id` replaced by the directory it is fetched to. `ConfigError`."""
+    speculation = config.speculation
+    drafter = speculation.drafter
+    if drafter.hub_id is None:
+        return config
+    console = progress or Console(stderr=True)
+    path = _from_hub(drafter.hub_id, "speculation.drafter.hub_id", _HUB_PATTERNS, console)
+    drafter = drafter.model_copy(update={"path": str(path), "hub_id": None})
+    return config.model_copy(update={"speculation": speculation.model_copy(update={"drafter": drafter})})
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,39 +192,40 @@ def _build_into(model_dir: Path, build: Callable[[Path, Path, Console], None], c
         new_dir.rename(model_dir)
 
 
-def _check_model_dir(model_dir: Path) -> None:
-    """`ConfigError` unless the directory has a config, safetensors and a tokenizer."""
+def _check_model_dir(model_dir: Path, *, weights: bool) -> None:
+    """`ConfigError` unless the directory has a config, a tokenizer and, if asked for, safetensors."""
     if not (model_dir / "config.json").is_file():
         raise ConfigError(f"{model_dir} has no config.json: it is not a Hugging Face model directory")
     if not any((model_dir / name).is_file() for name in _TOKENIZER_FILES):
         raise ConfigError(f"{model_dir} has no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
+    if not weights:
+        return
     try:
         safetensors_files(model_dir)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
 
 
-def _from_hub(source: str, console: Console) -> Path:
+def _from_hub(source: str, key: str, patterns: Sequence[str], console: Console) -> Path:
+    """The snapshot's folder. `key` of the configuration is named when it cannot be fetched."""
     repo_id, _, revision = source.partition("@")
     try:
         with _step(console, f"Fetching {source} from the Hugging Face hub", quiet=True):
-            model_dir = Path(
+            return Path(
                 snapshot_download(
                     repo_id,
                     revision=revision or None,
-                    allow_patterns=list(_HUB_PATTERNS),
+                    allow_patterns=list(patterns),
                     ignore_patterns=list(_HUB_IGNORED),
                 )
             )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise ConfigError(
-            f"cannot fetch model.source {source!r} from the Hugging Face hub ({first_line}), and there is no "
+            f"cannot fetch {key} {source!r} from the Hugging Face hub ({first_line}), and there is no "
             "such local directory. Check the name; log in (`hf auth login`) if the model is gated; without a "
             f"network, name a local directory or use '{DEFAULT_SOURCE}'."
         ) from error
-    _check_model_dir(model_dir)
-    return model_dir
 
 
 @contextmanager

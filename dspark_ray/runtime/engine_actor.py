@@ -40,6 +40,7 @@ class LoadedEngine:
 
     engine: StepEngine
     canary_prompt: tuple[int, ...]  # a short prompt that any healthy engine can continue
+    close: Callable[[], None] = lambda: None  # ends what the engine has started outside this process
 
 
 EngineFactory = Callable[[AppConfig, str], LoadedEngine]
@@ -69,6 +70,7 @@ class EngineActor:
         self._generation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
         self._loop: EngineLoop | None = None
+        self._close_engine: Callable[[], None] = lambda: None
         self._plans: PlanClient | None = None
         self._send_plan: Callable[[StepPlan], None] | None = None
         self._ready = False
@@ -78,6 +80,7 @@ class EngineActor:
         started_ms = self._clock.now_ms()
         find_or_start_scheduler(self._app_name, self._config.scheduler)  # its process starts meanwhile
         loaded = self._factory(self._config, self._replica_id)
+        self._close_engine = loaded.close
         context = zmq.Context()
         inbox = bind_inbox(context, ray.util.get_node_ip_address())
         inbox.socket.bind(_PLANS_ADDRESS)
@@ -110,6 +113,7 @@ class EngineActor:
         finally:
             monitor.close()
             self._plans.close()
+            self._close_engine()
 
     @ray.method(concurrency_group=CONTROL)
     def stats(self) -> EngineStats | None:

@@ -17,6 +17,7 @@ from dspark_ray.core.types import EngineStats, FinishReason, Request, RequestOut
 from dspark_ray.runtime.engine_actor import CONCURRENCY_GROUPS, EngineActor, EngineFactory, EngineInfo
 from dspark_ray.runtime.engine_link import EngineLink
 from dspark_ray.runtime.names import NAMESPACE, engine_name
+from dspark_ray.runtime.placement import replica_placement
 from dspark_ray.runtime.transport import bind_inbox
 
 logger = logging.getLogger(__name__)
@@ -156,16 +157,21 @@ def _start_actor(config: AppConfig, app_name: str, replica_id: str, factory: Eng
     """The named engine actor, in this replica's placement group if it has one."""
     decorate: Any = ray.remote  # its type hints do not know concurrency groups
     actor_class = decorate(concurrency_groups=CONCURRENCY_GROUPS)(EngineActor)
-    group = get_current_placement_group()
+    group, placement = get_current_placement_group(), replica_placement(config)
     strategy = None
     if group is not None:
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        strategy = PlacementGroupSchedulingStrategy(
+            group,
+            placement_group_bundle_index=0,
+            placement_group_capture_child_tasks=placement.captures_children,
+        )
     return actor_class.options(
         name=engine_name(app_name, replica_id),
         namespace=NAMESPACE,
         num_cpus=config.serving.replica_cpus,
         max_restarts=0,
         scheduling_strategy=strategy,
+        **placement.actor_options,
     ).remote(config, app_name, replica_id, factory)
 
 

@@ -1,4 +1,4 @@
-"""Builds the native engine on the thread that will run it."""
+"""Builds the configured engine on the thread that will run it."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from dspark_ray.core.config import AppConfig
-from dspark_ray.runtime.engine_actor import LoadedEngine
+from dspark_ray.runtime.engine_actor import EngineFactory, LoadedEngine
 
 logger = logging.getLogger(__name__)
 
@@ -21,14 +21,33 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     import torch
 
-    from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.models.fetch import resolve_model, with_local_drafter
     from dspark_ray.profiling.cache import build_profiled_engine
 
     torch.set_num_threads(num_threads)
     model_dir = resolve_model(config.model.source)
     logger.info("loading %s from %s with %d threads", config.model.id, model_dir, num_threads)
+    config = with_local_drafter(config)
     engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id)
     return LoadedEngine(engine, _canary_prompt(model_dir))
+
+
+def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
+    """An `EngineFactory`: vLLM's engine for `config`. Raises `DsparkError`."""
+    from dspark_ray.models.fetch import is_on_hub, resolve_model
+    from dspark_ray.vllm_engine.build import build_vllm_engine
+
+    source = config.model.source
+    # vLLM fetches from the hub itself, each rank the files it needs.
+    text_dir = resolve_model(source, weights=not is_on_hub(source))
+    model = source if is_on_hub(source) else str(text_dir)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    engine = build_vllm_engine(config, model=model, cores=cores, engine_id=engine_id)
+    return LoadedEngine(engine, _canary_prompt(text_dir), engine.close)
+
+
+ENGINE_FACTORIES: dict[str, EngineFactory] = {"native": native_engine, "vllm": vllm_engine}
+"""By `engine.kind`."""
 
 
 def available_cores() -> int:

@@ -6,8 +6,8 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from dspark_ray.core.config import Section
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.section import Section
 
 
 class ArchitectureConfig(Section):

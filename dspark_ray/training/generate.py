@@ -19,8 +19,9 @@ import torch
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from dspark_ray.core.config import AppConfig, EngineConfig, ModelConfig, Section, SpeculationConfig
+from dspark_ray.core.config import AppConfig, EngineConfig, ModelConfig, SpeculationConfig
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.section import Section
 from dspark_ray.core.types import Request, RequestOutput, SamplingParams, VerificationMode
 from dspark_ray.engine.build import build_engine
 from dspark_ray.engine.engine import Engine

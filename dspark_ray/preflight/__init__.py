@@ -1,0 +1,1 @@
+"""A configuration judged before anything starts: memory, shapes, and what its engine cannot do."""

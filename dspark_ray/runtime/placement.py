@@ -1,0 +1,36 @@
+"""What a replica reserves: one placement group, made by Serve, in which its engine and all ranks live."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dspark_ray.core.config import AppConfig
+
+_MIN_CPUS = 0.01  # Ray takes no empty bundle
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Of one replica. The engine actor takes bundle 0."""
+
+    bundles: tuple[dict[str, float], ...]
+    strategy: str  # Ray's
+    actor_options: dict[str, Any] = field(default_factory=dict)  # beside the actor's CPUs
+    captures_children: bool = False  # whether actors that the engine starts land in the group
+
+
+def replica_placement(config: AppConfig) -> Placement:
+    """The bundles of a configuration's replicas.
+
+    vLLM by `mp`: its ranks are processes of the engine actor, which therefore holds all GPUs, on one node.
+    By `ray`: a bundle with one GPU each, over as few nodes as will do; vLLM finds the group as the one that
+    its engine runs in, and makes none of its own.
+    """
+    engine_cpus = max(config.serving.replica_cpus, _MIN_CPUS)
+    vllm = config.vllm
+    if config.engine.kind != "vllm" or vllm.device == "cpu":
+        return Placement(({"CPU": engine_cpus},), "STRICT_PACK")
+    if vllm.executor == "mp":
+        gpus = float(vllm.world_size)
+        return Placement(({"CPU": engine_cpus, "GPU": gpus},), "STRICT_PACK", {"num_gpus": gpus})
+    ranks = tuple({"CPU": 1.0, "GPU": 1.0} for _ in range(vllm.world_size))
+    return Placement(({"CPU": engine_cpus}, *ranks), "PACK", captures_children=True)

@@ -1,0 +1,52 @@
+"""From a configuration to a running vLLM engine."""
+
+import os
+from typing import Any
+
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import ConfigError, EngineDeadError
+from dspark_ray.vllm_engine.arguments import check_argument_names, engine_arguments
+from dspark_ray.vllm_engine.engine import VllmEngine
+from dspark_ray.vllm_engine.environment import cpu_environment
+from dspark_ray.vllm_engine.speculation import is_adaptive
+from dspark_ray.vllm_engine.version import require_vllm
+
+
+def build_vllm_engine(config: AppConfig, *, model: str, cores: list[int], engine_id: str) -> VllmEngine:
+    """Starts vLLM and loads the model; may take minutes.
+
+    model: a directory or a hub id. Raises `ConfigError` for a vLLM that is absent or untested, and for a
+    configuration that vLLM refuses (with its own words).
+    """
+    version = require_vllm()
+    arguments = engine_arguments(config, model)
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # nothing leaves the machine
+    if config.vllm.device == "cpu":
+        os.environ.update(cpu_environment(config, cores))
+    from dspark_ray.vllm_engine.client import AsyncLLMClient
+
+    check_argument_names(list(config.vllm.engine_args))
+    try:
+        return VllmEngine(
+            config,
+            lambda counters: AsyncLLMClient.connect(arguments, counters),
+            _description(config, model, version),
+            engine_id=engine_id,
+        )
+    except (ValueError, NotImplementedError, ImportError) as error:  # what its configuration classes raise
+        raise ConfigError(f"vLLM {version} refuses this configuration: {error}") from error
+    except RuntimeError as error:  # its processes have said why in the log
+        raise EngineDeadError(f"vLLM {version} did not start: {error}") from error
+
+
+def _description(config: AppConfig, model: str, version: str) -> dict[str, Any]:
+    speculation, vllm = config.speculation, config.vllm
+    drafter = speculation.drafter
+    where = drafter.path or drafter.hub_id or "no checkpoint of its own"
+    return {
+        "target": f"{config.model.id} ({model}), {config.model.dtype}, vLLM {version}",
+        "devices": f"{vllm.world_size} ({vllm.device}): tensor {vllm.tensor_parallel_size}, pipeline "
+        f"{vllm.pipeline_parallel_size}, data {vllm.data_parallel_size}, by {vllm.executor}",
+        "drafter": "none" if drafter.kind == "none" else f"{drafter.kind}, {where}",
+        "mode": f"{speculation.mode.value}{', by vLLM' if is_adaptive(config) else ''}",
+    }

@@ -1,0 +1,75 @@
+"""`AsyncLLM` as `VllmEngine` uses it. The only module that touches vLLM's classes; made for 0.32 and 0.33."""
+
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import GracefulHTTPError, VLLMClientError
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
+from dspark_ray.core.types import Request
+from dspark_ray.vllm_engine.counters import VllmCounters
+from dspark_ray.vllm_engine.sampling import sampling_arguments
+
+
+class _Recorder(StatLoggerBase):
+    """Passes vLLM's statistics on."""
+
+    def __init__(self, counters: VllmCounters) -> None:
+        self._counters = counters
+
+    def record(
+        self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
+    ) -> None:
+        self._counters.record(scheduler_stats, iteration_stats, engine_idx)
+
+    def log_engine_initialized(self) -> None:
+        """Said by our own start-up log."""
+
+
+class AsyncLLMClient:
+    """`dspark_ray.vllm_engine.engine.VllmClient`."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    @classmethod
+    async def connect(cls, arguments: dict[str, Any], counters: VllmCounters) -> "AsyncLLMClient":
+        """Starts vLLM's processes and loads the model. Blocks the event loop for as long as that takes."""
+        llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**arguments), stat_loggers=[lambda config, index: _Recorder(counters)]
+        )
+        return cls(llm)
+
+    async def add(self, request: Request) -> Any:
+        prompt = tokens_input([*request.prompt_token_ids, *request.emitted_token_ids])
+        sampling = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.DELTA)
+        return await self._llm.add_request(request.request_id, prompt, sampling)
+
+    async def abort(self, collector: Any) -> None:
+        await self._llm.abort(collector.request_id, internal=True)
+
+    def as_error(self, error: Exception) -> DsparkError | None:
+        match error:
+            case VLLMClientError():
+                return RequestError(str(error), param=getattr(error, "parameter", None), code="invalid_value")
+            case GracefulHTTPError():
+                return QueueFullError(str(error))
+            case CoreDeadError():
+                return EngineDeadError(str(error))
+        return None
+
+    @property
+    def errored(self) -> bool:
+        return self._llm.errored
+
+    @property
+    def num_kv_blocks(self) -> int:
+        return self._llm.vllm_config.cache_config.num_gpu_blocks or 0
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()

@@ -1,0 +1,327 @@
+"""vLLM's asynchronous engine as a step engine: `step()` waits for what its core has emitted.
+
+`AsyncLLM` belongs to an event loop, which runs on a thread of its own; the methods of `VllmEngine` are
+called by the engine loop's thread, as those of the native engine are. vLLM's core steps in another process
+at its own pace: nothing here is on its critical path.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from dspark_ray.core.clock import Clock, SystemClock
+from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
+from dspark_ray.core.types import (
+    EngineStats,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestUsage,
+    StepPlan,
+    SurvivalReport,
+)
+from dspark_ray.vllm_engine.counters import VllmCounters
+
+logger = logging.getLogger(__name__)
+
+STEP_WAIT_S = 0.002  # new requests and aborts wait so long for a step that emits nothing
+ADMIT_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 10.0
+_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
+
+T = TypeVar("T")
+
+
+class VllmClient(Protocol):
+    """What is used of `AsyncLLM`, and of the module around it; every call comes from the event loop."""
+
+    async def add(self, request: Request) -> Any:
+        """Admits a request; a collector whose `get()` gives its outputs. Raises vLLM's own errors."""
+        ...
+
+    async def abort(self, collector: Any) -> None: ...
+
+    def as_error(self, error: Exception) -> DsparkError | None:
+        """vLLM's error as ours: `RequestError`, `QueueFullError`, `EngineDeadError`; None for any other."""
+        ...
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine core is dead. Safe from any thread."""
+        ...
+
+    @property
+    def num_kv_blocks(self) -> int: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request inside vLLM."""
+
+    request: Request
+    collector: Any
+    num_new: int = 0  # tokens emitted by this attempt
+    num_cached: int = 0
+    reader: "asyncio.Task[None] | None" = None
+
+
+class VllmEngine:
+    """`dspark_ray.runtime.engine_loop.StepEngine` over vLLM."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        connect: Callable[[VllmCounters], Coroutine[Any, Any, VllmClient]],
+        description: dict[str, Any],
+        *,
+        engine_id: str = "engine",
+        clock: Clock | None = None,
+    ) -> None:
+        """`connect` makes the client, in the event loop it will live in. Blocks until the model is loaded."""
+        self.config = config
+        self._engine_id = engine_id
+        self._clock = clock or SystemClock()
+        self._description = description
+        self._counters = VllmCounters(config.speculation.num_draft_tokens, self._clock)
+        self._running: dict[str, _Running] = {}
+        self._outputs: list[RequestOutput] = []  # of this turn of the event loop
+        self._batches: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        self._num_finished = self._num_aborted = 0
+        self._plan: StepPlan | None = None
+        self._plan_at_ms = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="dspark-vllm", daemon=True)
+        self._thread.start()
+        try:
+            self._client: VllmClient = self._wait_for(connect(self._counters), None)
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    # -- the engine loop's thread --------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Hands a request to vLLM. `RequestError` if it can never run, `QueueFullError` if too many wait."""
+        assert request.request_id not in self._running, f"request id {request.request_id!r} is in use"
+        self._check_room(request)
+        try:
+            running = self._wait_for(self._admit(request), ADMIT_TIMEOUT_S)
+        except DsparkError:
+            raise
+        except Exception as error:
+            known = self._client.as_error(error)
+            if known is None or isinstance(known, EngineDeadError):
+                raise RequestError(
+                    f"the engine failed on this request: {error}", status=500, code="engine_error"
+                ) from error
+            raise known from error
+        self._running[request.request_id] = running
+
+    def abort(self, request_id: str) -> bool:
+        running = self._running.pop(request_id, None)
+        if running is None:
+            return False
+        asyncio.run_coroutine_threadsafe(self._drop(running), self._loop)
+        self._num_aborted += 1
+        return True
+
+    def usage(self, request_id: str) -> RequestUsage | None:
+        """Without drafts: vLLM tells a request's own only when it has finished."""
+        running = self._running.get(request_id)
+        return None if running is None else _usage(running)
+
+    def has_work(self) -> bool:
+        return bool(self._running) or self._client.errored
+
+    def step(self) -> list[RequestOutput]:
+        """What vLLM emits next, or nothing if that takes long. `EngineDeadError` once its core is dead."""
+        if self._client.errored:
+            raise EngineDeadError("vLLM's engine core is dead; its own log says why")
+        try:
+            outputs = self._batches.get(timeout=STEP_WAIT_S)
+        except queue.Empty:
+            return []
+        return [output for output in outputs if self._take(output)]
+
+    def stats(self) -> EngineStats:
+        load, recent = self._counters.load(), self._counters.recent.summary()
+        num_blocks = self._client.num_kv_blocks
+        return EngineStats(
+            engine_id=self._engine_id,
+            counters=self._counters.counters(),
+            num_running=load.num_running,
+            num_waiting=max(load.num_waiting, len(self._running) - load.num_running),
+            kv_used_blocks=round(load.kv_usage * num_blocks),
+            kv_total_blocks=num_blocks,
+            prefix_hit_tokens=self._counters.prefix_hit_tokens,
+            prefix_query_tokens=self._counters.prefix_query_tokens,
+            num_preemptions=self._counters.num_preemptions,
+            num_finished=self._num_finished,
+            num_aborted=self._num_aborted,
+            budget_tokens=recent.budget_tokens,
+            step_measured_ms=recent.measured_ms,
+            plan_age_ms=self._plan_age_ms(),
+        )
+
+    def make_report(
+        self, replica_id: str, generation: int, sequence: int, include_table: bool
+    ) -> SurvivalReport:
+        """The load. vLLM's confidences and step costs stay in its own processes, so there are none here."""
+        load = self._counters.load()
+        return SurvivalReport(
+            replica_id=replica_id,
+            generation=generation,
+            sequence=sequence,
+            survival=np.zeros((0, self.config.speculation.num_draft_tokens), dtype=np.float32),
+            base_rows=load.num_running,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            table_digest="",
+            table=None,
+            budget_tokens=self._counters.recent.summary().budget_tokens,
+        )
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        self._plan, self._plan_at_ms = plan, self._clock.now_ms()
+
+    def describe(self) -> dict[str, Any]:
+        tokens = self._client.num_kv_blocks * self.config.engine.kv_block_size
+        return self._description | {"kv": f"{self._client.num_kv_blocks} blocks ({tokens} tokens)"}
+
+    def close(self) -> None:
+        """Ends vLLM's processes. What runs is lost."""
+        try:
+            self._wait_for(self._end(), CLOSE_TIMEOUT_S)
+        finally:
+            self._stop_loop()
+
+    def _check_room(self, request: Request) -> None:
+        """What vLLM would find out later, or call by other names."""
+        longest = self.config.model.max_model_len
+        sampling = request.sampling
+        if len(request.emitted_token_ids) >= sampling.max_tokens:
+            raise RequestError("max_tokens leaves nothing to generate", param="max_tokens")
+        if len(request.prompt_token_ids) + sampling.max_tokens > longest:
+            raise RequestError(
+                f"the prompt has {len(request.prompt_token_ids)} tokens and max_tokens is "
+                f"{sampling.max_tokens}; together they exceed the model's {longest}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        most = self.config.engine.max_running + self.config.engine.max_waiting
+        if len(self._running) >= most:
+            raise QueueFullError(f"{len(self._running)} requests run or wait; try again later")
+
+    def _take(self, output: RequestOutput) -> bool:
+        """Books an output; False for one of a request that was aborted meanwhile."""
+        running = self._running.get(output.request_id)
+        if running is None:
+            return False
+        if output.finish_reason is not None:
+            del self._running[output.request_id]
+            self._num_finished += 1
+        return True
+
+    def _plan_age_ms(self) -> float | None:
+        if self._plan is None:
+            return None
+        age_ms = self._clock.now_ms() - self._plan_at_ms
+        return age_ms if age_ms <= self._plan.ttl_ms else None
+
+    def _wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    # -- the event loop's thread ---------------------------------------------------------------------
+
+    async def _admit(self, request: Request) -> _Running:
+        running = _Running(request, await self._client.add(request))
+        running.reader = asyncio.create_task(self._read(running))
+        return running
+
+    async def _end(self) -> None:
+        readers = [running.reader for running in self._running.values() if running.reader is not None]
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        self._client.shutdown()
+
+    async def _drop(self, running: _Running) -> None:
+        if running.reader is not None:
+            running.reader.cancel()
+        await self._client.abort(running.collector)
+
+    async def _read(self, running: _Running) -> None:
+        """Passes on one request's outputs until it ends; a dead core ends the engine, not the request."""
+        while True:
+            try:
+                output = await running.collector.get()
+            except Exception as error:
+                if self._client.errored:
+                    return  # `step` raises
+                logger.exception("vLLM failed on %s", running.request.request_id)
+                self._emit(_failure(running, error))
+                return
+            converted = _convert(running, output)
+            self._emit(converted)
+            if converted.finish_reason is not None:
+                return
+
+    def _emit(self, output: RequestOutput) -> None:
+        """Outputs of one step wake their readers in one turn of the event loop: they leave together."""
+        if not self._outputs:
+            self._loop.call_soon(self._flush)
+        self._outputs.append(output)
+
+    def _flush(self) -> None:
+        self._batches.put(self._outputs)
+        self._outputs = []
+
+
+def _convert(running: _Running, output: Any) -> RequestOutput:
+    """vLLM's `RequestOutput` with the tokens since the last one."""
+    completion = output.outputs[0]
+    token_ids = tuple(completion.token_ids)
+    running.num_new += len(token_ids)
+    running.num_cached = output.num_cached_tokens or running.num_cached
+    request_id = running.request.request_id
+    if completion.finish_reason is None:
+        return RequestOutput(request_id, token_ids)
+    reason = _FINISH_REASONS.get(completion.finish_reason, FinishReason.ERROR)
+    error = f"vLLM ended it: {completion.finish_reason}" if reason is FinishReason.ERROR else ""
+    usage = _usage(running, completion.spec_decode_metrics)
+    return RequestOutput(request_id, token_ids, reason, usage, error)
+
+
+def _usage(running: _Running, drafts: Any = None) -> RequestUsage:
+    """drafts: vLLM's `RequestSpecDecodeMetrics`; its histogram counts steps by tokens accepted."""
+    request = running.request
+    num_drafted = accepted = 0
+    if drafts is not None:
+        num_drafted = drafts.num_draft_tokens
+        accepted = sum(tokens * steps for tokens, steps in enumerate(drafts.histogram))
+    return RequestUsage(
+        prompt_tokens=len(request.prompt_token_ids),
+        cached_tokens=min(running.num_cached, len(request.prompt_token_ids)),
+        completion_tokens=len(request.emitted_token_ids) + running.num_new,
+        drafted_tokens=num_drafted,
+        verified_tokens=num_drafted,
+        accepted_tokens=accepted,
+    )
+
+
+def _failure(running: _Running, error: Exception) -> RequestOutput:
+    reason = f"vLLM failed on it: {type(error).__name__}: {error}"
+    return RequestOutput(running.request.request_id, (), FinishReason.ERROR, _usage(running), reason)

@@ -1,0 +1,32 @@
+"""The placement group of a replica: one, whatever the engine, and nothing nested in it."""
+
+from typing import Any
+
+from dspark_ray.core.config import parse_app_config
+from dspark_ray.runtime.placement import Placement, replica_placement
+
+
+def placement(kind: str = "vllm", cpus: float = 2.0, **vllm: Any) -> Placement:
+    args = {"engine": {"kind": kind}, "serving": {"replica_cpus": cpus}, "vllm": vllm}
+    return replica_placement(parse_app_config(args))
+
+
+def test_engines_on_a_cpu_take_one_bundle() -> None:
+    for found in (placement("native"), placement(device="cpu")):
+        assert found == Placement(({"CPU": 2.0},), "STRICT_PACK")
+    assert placement("native", cpus=0.0).bundles[0]["CPU"] > 0  # Ray takes no empty bundle
+
+
+def test_ranks_that_are_processes_share_the_engines_bundle() -> None:
+    found = placement(tensor_parallel_size=2, data_parallel_size=2)
+    assert found.bundles == ({"CPU": 2.0, "GPU": 4.0},)
+    assert found.actor_options == {"num_gpus": 4.0}
+    assert not found.captures_children
+
+
+def test_ranks_that_are_actors_have_a_bundle_each() -> None:
+    found = placement(tensor_parallel_size=2, pipeline_parallel_size=2, executor="ray")
+    assert found.bundles == ({"CPU": 2.0}, *({"CPU": 1.0, "GPU": 1.0},) * 4)
+    assert found.strategy == "PACK"
+    assert found.captures_children  # they land in the replica's group
+    assert found.actor_options == {}
