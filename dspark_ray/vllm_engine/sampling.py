@@ -7,7 +7,15 @@ from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import Request, SamplingParams
 
 # Same name and meaning in vLLM.
-_SAME = ("top_p", "min_p", "seed", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_SAME = (
+    "top_p",
+    "min_p",
+    "seed",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 _TRANSLATED = (
     "temperature",
     "top_k",

@@ -11,6 +11,7 @@ from dspark_kernels import cpu_build
 from huggingface_hub.errors import LocalEntryNotFoundError
 from rich.console import Console
 
+from dspark_ray.core.config import parse_app_config
 from dspark_ray.core.env import CACHE_DIR_VARIABLE, cache_dir
 from dspark_ray.core.errors import ArtefactError, ConfigError
 from dspark_ray.models import default_model, fetch
@@ -192,6 +193,33 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Consol
     assert resolve_model("owner/name@v1", progress=console) == tmp_path
     assert (asked["repo_id"], asked["revision"]) == ("owner/name", "v1")
     assert not any("bin" in pattern for pattern in asked["allow_patterns"])  # type: ignore[attr-defined]
+
+
+def test_tokens_need_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
+    asked: dict[str, list[str]] = {}
+
+    def snapshot(repo_id: str, **kwargs: list[str]) -> str:
+        asked.update(kwargs)
+        (_make_model_dir(tmp_path) / "model.safetensors").unlink()
+        return str(tmp_path)
+
+    monkeypatch.setattr(fetch, "snapshot_download", snapshot)
+    assert resolve_model("owner/name", weights=False, progress=console) == tmp_path
+    assert not any("safetensors" in pattern for pattern in asked["allow_patterns"])
+    with pytest.raises(ConfigError, match="safetensors"):
+        resolve_model(str(tmp_path), progress=console)
+    assert resolve_model(str(tmp_path), weights=False) == tmp_path
+
+
+def test_a_drafter_on_the_hub_becomes_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console
+) -> None:
+    monkeypatch.setattr(fetch, "snapshot_download", lambda repo_id, **kwargs: str(tmp_path / repo_id))
+    args = {"speculation": {"drafter": {"kind": "dspark", "hub_id": "owner/drafter@v2"}}}
+    drafter = fetch.with_local_drafter(parse_app_config(args), progress=console).speculation.drafter
+    assert (drafter.path, drafter.hub_id) == (str(tmp_path / "owner/drafter"), None)
+    plain = parse_app_config({})
+    assert fetch.with_local_drafter(plain) is plain
 
 
 def test_hub_offline(monkeypatch: pytest.MonkeyPatch, console: Console) -> None:
