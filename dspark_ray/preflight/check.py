@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.models.shapes import read_shape
 from dspark_ray.preflight.drafter import bundled_drafter, read_drafter
 from dspark_ray.preflight.memory import MemoryPlan, plan_memory
 from dspark_ray.preflight.problem import Problem
 from dspark_ray.preflight.rules import RULES, Facts
-from dspark_ray.preflight.shapes import read_shape
 from dspark_ray.preflight.sources import drafter_config, model_config, weight_bytes
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark_ray.core.config import DrafterConfig
-from dspark_ray.preflight.shapes import Shape, read_shape
+from dspark_ray.models.shapes import Shape, read_shape
 
 # speculators' numbering: 0 is the embedding, i the output of layer i − 1.
 _SHIFTED_TAPS = ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")

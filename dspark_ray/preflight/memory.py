@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.types import VerificationMode
+from dspark_ray.models.shapes import Shape
 from dspark_ray.preflight.drafter import DrafterShape
-from dspark_ray.preflight.shapes import Shape
 
 GIB = 2**30
 _RUNTIME_BYTES = 2.0 * GIB  # of a GPU process: context, communication buffers, captured graphs

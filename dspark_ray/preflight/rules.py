@@ -10,10 +10,10 @@ from itertools import pairwise
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.types import VerificationMode
+from dspark_ray.models.shapes import Shape
 from dspark_ray.preflight.drafter import DrafterShape
 from dspark_ray.preflight.memory import GIB, MemoryPlan
 from dspark_ray.preflight.problem import Problem
-from dspark_ray.preflight.shapes import Shape
 from dspark_ray.vllm_engine.speculation import is_adaptive
 
 NATIVE_TARGETS = ("llama", "mistral", "qwen2", "qwen3")

@@ -42,7 +42,7 @@ def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     text_dir = resolve_model(source, weights=not is_on_hub(source))
     model = source if is_on_hub(source) else str(text_dir)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    engine = build_vllm_engine(config, model=model, cores=cores, engine_id=engine_id)
+    engine = build_vllm_engine(config, model=model, text_dir=text_dir, cores=cores, engine_id=engine_id)
     return LoadedEngine(engine, _canary_prompt(text_dir), engine.close)
 
 

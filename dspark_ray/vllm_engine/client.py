@@ -13,6 +13,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
 from dspark_ray.core.types import Request
 from dspark_ray.vllm_engine.counters import VllmCounters
+from dspark_ray.vllm_engine.reaper import Reaper
 from dspark_ray.vllm_engine.sampling import sampling_arguments
 
 
@@ -36,6 +37,7 @@ class AsyncLLMClient:
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self._reaper = Reaper()
 
     @classmethod
     async def connect(cls, arguments: dict[str, Any], counters: VllmCounters) -> "AsyncLLMClient":
@@ -73,3 +75,4 @@ class AsyncLLMClient:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+        self._reaper.close()

@@ -7,9 +7,9 @@ import pytest
 
 from dspark_ray.core.config import parse_app_config
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.models.shapes import read_shape
 from dspark_ray.preflight.drafter import read_drafter
 from dspark_ray.preflight.memory import GIB, plan_memory
-from dspark_ray.preflight.shapes import read_shape
 from dspark_ray.preflight.sources import SHIPPED
 
 
