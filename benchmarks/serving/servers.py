@@ -18,8 +18,8 @@ import psutil
 import yaml
 from pydantic import Field
 
-from dspark_ray.core.config import Section
 from dspark_ray.core.errors import ConfigError, DsparkError
+from dspark_ray.core.section import Section
 
 START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
 STOP_TIMEOUT_S = 60.0
