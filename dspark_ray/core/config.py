@@ -29,6 +29,9 @@ class ModelConfig(Section):
     id: str = Field(DEFAULT_MODEL_ID, description="name that clients use")
     source: str = Field(DEFAULT_SOURCE, description="'default' (SmolLM2), a local directory or a hub id")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    quantization: Literal["none", "int8"] = Field(
+        "none", description="int8: the matrices in 8 bits, one scale an output (half the bytes to read)"
+    )
     max_model_len: int = Field(2048, ge=16, description="longest prompt + output, in tokens")
 
 

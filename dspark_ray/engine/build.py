@@ -26,7 +26,8 @@ def build_engine(
     table: StepTable | None = None,
 ) -> Engine:
     """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them)."""
-    target = load_target(model_dir, DTYPES[config.model.dtype], config.model.max_model_len)
+    model = config.model
+    target = load_target(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization)
     drafter = build_drafter(config, target)
     if table is None and config.speculation.step_table is not None:
         table = StepTable.load(Path(config.speculation.step_table))

@@ -37,6 +37,7 @@ def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:
         "drafter": _drafter(config) if drafts else "none",
         "num_draft_tokens": config.speculation.num_draft_tokens if drafts else 0,
         "dtype": config.model.dtype,
+        "quantization": config.model.quantization,
         "max_model_len": config.model.max_model_len,
         "kv_block_size": config.engine.kv_block_size,
         "max_running": config.engine.max_running,

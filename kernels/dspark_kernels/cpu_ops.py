@@ -48,6 +48,7 @@ class CpuOps:
         self.has_linear = bool(library.dspark_has_linear())
         self._pack = _bind(library, "dspark_pack_linear", _POINTER, _LONG, _LONG, _POINTER)
         self._linear = _bind(library, "dspark_linear", *[_POINTER] * 4, *[_LONG] * 3, _INT)
+        self._linear_int8 = _bind(library, "dspark_linear_int8", *[_POINTER] * 5, *[_LONG] * 3, _INT)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
@@ -238,14 +239,26 @@ class CpuOps:
         """weight [out, in] bf16, `in` even → its panels, and the bias in fp32, for `linear`."""
         assert self.has_linear
         out_features, in_features = weight.shape
-        padded = -(-out_features // LINEAR_PANEL) * LINEAR_PANEL
-        panels = huge_pages.empty((padded, in_features), weight.dtype)
+        panels = huge_pages.empty((_padded(out_features), in_features), weight.dtype)
         weight = weight.contiguous()
         self._pack(weight.data_ptr(), out_features, in_features, panels.data_ptr())
-        padded_bias = torch.zeros(padded)
-        if bias is not None:
-            padded_bias[:out_features] = bias
-        return panels, padded_bias
+        return panels, _padded_bias(out_features, bias)
+
+    def pack_linear_int8(
+        self, quantized: Tensor, scales: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """quantized [out, in] int8, `in` even, scales [out] fp32 → panels, their scales, the bias in fp32."""
+        assert self.has_linear
+        out_features, in_features = quantized.shape
+        padded = _padded(out_features)
+        rows = torch.zeros(padded, in_features, dtype=torch.int8)
+        rows[:out_features] = quantized
+        panels = huge_pages.empty((padded, in_features), torch.int8)
+        pairs = rows.view(padded // LINEAR_PANEL, LINEAR_PANEL, in_features // 2, 2).transpose(1, 2)
+        panels.view(pairs.shape).copy_(pairs)
+        padded_scales = torch.zeros(padded)
+        padded_scales[:out_features] = scales
+        return panels, padded_scales.repeat_interleave(2), _padded_bias(out_features, bias)
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor, out_features: int) -> Tensor:
         """x [N, in] bf16 → [N, out]."""
@@ -257,6 +270,28 @@ class CpuOps:
         self._linear(
             x.data_ptr(),
             panels.data_ptr(),
+            bias.data_ptr(),
+            out.data_ptr(),
+            rows,
+            in_features,
+            out_features,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def linear_int8(
+        self, x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor, out_features: int
+    ) -> Tensor:
+        """x [N, in] bf16 → [N, out], as `linear` with the bf16 weights q · scale."""
+        x = x.contiguous()
+        rows, in_features = x.shape
+        assert x.dtype == torch.bfloat16
+        assert in_features == panels.shape[1]
+        out = x.new_empty((rows, out_features))
+        self._linear_int8(
+            x.data_ptr(),
+            panels.data_ptr(),
+            scales.data_ptr(),
             bias.data_ptr(),
             out.data_ptr(),
             rows,
@@ -324,6 +359,17 @@ class CpuOps:
             torch.get_num_threads(),
         )
         return out
+
+
+def _padded(out_features: int) -> int:
+    return -(-out_features // LINEAR_PANEL) * LINEAR_PANEL
+
+
+def _padded_bias(out_features: int, bias: Tensor | None) -> Tensor:
+    padded = torch.zeros(_padded(out_features))
+    if bias is not None:
+        padded[:out_features] = bias
+    return padded
 
 
 def _carries(x: Tensor, dim: int, k: Tensor, v: Tensor) -> bool:

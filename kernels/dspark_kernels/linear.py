@@ -31,6 +31,43 @@ class PackedLinear:
         return self._multiply(x)
 
 
+class Int8Linear:
+    """x @ weight.T + bias with the weight kept in int8: half the bytes to read, and an approximation.
+
+    Each output has its own scale: q = round(w · 127 / max|w|), rounded to even at ties. What is computed is
+    exactly `PackedLinear` of the bf16 weights q · scale, also where the compiled version is not to be had and
+    those weights are kept instead.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        quantized, scales = quantize_int8(weight)
+        compiled = _compiled_int8(quantized, scales, bias) if weight.dtype == torch.bfloat16 else None
+        self._multiply = compiled or PackedLinear(
+            (quantized.float() * scales.unsqueeze(1)).to(weight.dtype), bias
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, in] → [N, out]."""
+        return self._multiply(x)
+
+
+def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [out, in] → (int8 [out, in], scales [out] fp32), symmetric, one scale an output."""
+    weight = weight.float()
+    scales = weight.abs().amax(dim=1) / 127.0
+    steps = weight / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    return steps.round().to(torch.int8), scales
+
+
+def _compiled_int8(quantized: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply | None:
+    ops, out_features = cpu_version(), quantized.shape[0]
+    if not quantized.is_cpu or quantized.shape[1] % 2 or not isinstance(ops, CpuOps) or not ops.has_linear:
+        return None
+    packed = ops.pack_linear_int8(quantized, scales, bias)
+    return lambda x: ops.linear_int8(x, *packed, out_features)
+
+
 def _compiled(weight: Tensor, bias: Tensor | None) -> Multiply | None:
     if not weight.is_cpu or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
         return None

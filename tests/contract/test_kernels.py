@@ -324,6 +324,25 @@ def test_a_row_of_a_linear_has_the_same_bits_in_any_batch(cpu):
         assert torch.equal(multiply(x[:rows]), together[:rows])
 
 
+@pytest.mark.parametrize("size", [(96, 64), (33, 96), (40, 50), (5, 31)])
+@pytest.mark.parametrize("rows", [0, 1, 20, 45])
+def test_an_int8_linear_is_the_linear_of_its_dequantised_weights(size, rows):
+    weight, offset = torch.randn(size).bfloat16(), torch.randn(size[0]).bfloat16()
+    weight[1] = 0.0  # a row whose scale is 0
+    quantized, scales = linear.quantize_int8(weight)
+    x = torch.randn(rows, size[1]).bfloat16()
+    plain = PackedLinear((quantized.float() * scales.unsqueeze(1)).bfloat16(), offset)
+    assert torch.equal(linear.Int8Linear(weight, offset)(x), plain(x))
+
+
+def test_int8_rounds_to_the_nearest_of_255_steps():
+    weight = torch.randn(17, 300)
+    quantized, scales = linear.quantize_int8(weight)
+    assert quantized.abs().amax(1).tolist() == [127] * 17
+    error = (quantized.float() * scales.unsqueeze(1) - weight).abs()
+    assert (error <= scales.unsqueeze(1) * 0.5001).all()
+
+
 def test_huge_page_tensors_are_separate_and_aligned():
     first, second = huge_pages.empty((3, 5), torch.float32), huge_pages.empty((7,), torch.bfloat16)
     big = huge_pages.empty((huge_pages.CHUNK_BYTES + 100,), torch.uint8)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dspark_kernels.attention import PagedBatch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.models.targets import TARGETS, Decoder, load_target
+from tests.reference import dense_logits
 from tests.tiny import tiny_model_dir
 
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
@@ -118,3 +120,14 @@ def test_positions_beyond_what_can_be_exact_are_refused(tmp_path: Path) -> None:
     dynamic = tiny_model_dir(tmp_path / "dynamic", "llama", rope_parameters=parameters)
     with pytest.raises(ConfigError, match="dynamic"):
         load_target(dynamic, torch.float32, 1024)
+
+
+def test_int8_weights_change_the_logits_a_little(tmp_path: Path) -> None:
+    model_dir = tiny_model_dir(tmp_path)
+    tokens = list(range(3, 23))
+    exact, rounded = (
+        dense_logits(load_target(model_dir, torch.float32, 64, quantization), tokens)
+        for quantization in ("none", "int8")
+    )
+    error = np.abs(rounded - exact).mean() / np.abs(exact).mean()
+    assert 1e-5 < error < 0.1

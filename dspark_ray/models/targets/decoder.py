@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from dspark_kernels.activation import silu_mul
 from dspark_kernels.attention import PagedBatch, paged_attention
-from dspark_kernels.linear import PackedLinear
+from dspark_kernels.linear import Int8Linear, PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import qkv_rope_store
 from torch import Tensor
@@ -22,6 +22,10 @@ from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decode
 from dspark_ray.models.weights import WeightSource, load_safetensors
 
 __all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
+
+Linear = type[PackedLinear] | type[Int8Linear]
+LINEARS: dict[str, Linear] = {"none": PackedLinear, "int8": Int8Linear}
+"""model.quantization → how the matrices are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,9 @@ class DecoderOutput:
 class DecoderLayer:
     """Attention and MLP with their norms; holds fused, prepacked weights."""
 
-    def __init__(self, config: DecoderConfig, source: WeightSource, prefix: str, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: DecoderConfig, source: WeightSource, prefix: str, dtype: torch.dtype, linear: Linear
+    ) -> None:
         self.config = config
         head_rows = {
             "q": config.num_heads * config.head_dim,
@@ -47,22 +53,22 @@ class DecoderLayer:
         def take(name: str, *shape: int) -> Tensor:
             return source.take(f"{prefix}.{name}", shape).to(dtype)
 
-        def fuse(names: dict[str, int], module: str, bias: bool) -> PackedLinear:
+        def fuse(names: dict[str, int], module: str, bias: bool) -> PackedLinear | Int8Linear:
             weight = torch.cat([take(f"{module}.{n}_proj.weight", rows, hidden) for n, rows in names.items()])
             biases = [take(f"{module}.{n}_proj.bias", rows) for n, rows in names.items()] if bias else None
-            return PackedLinear(weight, torch.cat(biases) if biases else None)
+            return linear(weight, torch.cat(biases) if biases else None)
 
         self.input_norm = take("input_layernorm.weight", hidden)
         self.qkv = fuse(head_rows, "self_attn", config.qkv_bias)
         self.q_norm = take("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None
         self.k_norm = take("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None
-        self.o = PackedLinear(
+        self.o = linear(
             take("self_attn.o_proj.weight", hidden, head_rows["q"]),
             take("self_attn.o_proj.bias", hidden) if config.o_bias else None,
         )
         self.post_norm = take("post_attention_layernorm.weight", hidden)
         self.gate_up = fuse({"gate": inner, "up": inner}, "mlp", config.mlp_bias)
-        self.down = PackedLinear(
+        self.down = linear(
             take("mlp.down_proj.weight", hidden, inner),
             take("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
         )
@@ -101,7 +107,12 @@ class Decoder:
     """The target model, inference only."""
 
     def __init__(
-        self, config: DecoderConfig, source: WeightSource, dtype: torch.dtype, max_positions: int
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        max_positions: int,
+        linear: Linear = PackedLinear,
     ) -> None:
         """Takes every tensor from `source`; `CheckpointError` names what is missing or left over."""
         if config.sliding_window is not None and max_positions > config.sliding_window:
@@ -114,7 +125,8 @@ class Decoder:
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = source.take("model.embed_tokens.weight", (vocab, hidden)).to(dtype)
         self.layers = [
-            DecoderLayer(config, source, f"model.layers.{index}", dtype) for index in range(config.num_layers)
+            DecoderLayer(config, source, f"model.layers.{index}", dtype, linear)
+            for index in range(config.num_layers)
         ]
         self.norm = source.take("model.norm.weight", (hidden,)).to(dtype)
         stored_head = source.take_optional("lm_head.weight", (vocab, hidden))
@@ -124,7 +136,7 @@ class Decoder:
             )
         tied = config.tie_word_embeddings or stored_head is None
         self.head_weight = self.embedding if tied or stored_head is None else stored_head.to(dtype)  # [V, H]
-        self.head = PackedLinear(self.head_weight, None)
+        self.head = linear(self.head_weight, None)
         source.finish()
         self.rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings, max_positions)
 
@@ -163,7 +175,10 @@ class Decoder:
         return self.head(hidden)
 
 
-def load_target(model_dir: Path, dtype: torch.dtype, max_positions: int) -> Decoder:
-    """The target in a Hugging Face directory."""
+def load_target(
+    model_dir: Path, dtype: torch.dtype, max_positions: int, quantization: str = "none"
+) -> Decoder:
+    """The target in a Hugging Face directory; `quantization` as in the configuration."""
     config = read_decoder_config(model_dir)
-    return Decoder(config, WeightSource(load_safetensors(model_dir)), dtype, max_positions)
+    source = WeightSource(load_safetensors(model_dir))
+    return Decoder(config, source, dtype, max_positions, LINEARS[quantization])

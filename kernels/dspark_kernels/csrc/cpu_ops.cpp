@@ -113,6 +113,21 @@ void rope(const Rope& a, int threads) {
   }
 }
 
+// The best linear of this CPU; nothing where has_linear says so.
+template <class Panels>
+void multiply(const void* x, const Panels& panels, const void* bias, void* result, int64_t rows, int64_t in,
+              int64_t out, int threads) {
+#if defined(DSPARK_AMX)
+  if (in % amx::TILE_INPUTS == 0 && amx::allowed())
+    return amx::multiply((const bf16*)x, panels, (const float*)bias, (bf16*)result, rows, in, out, threads);
+#endif
+#if defined(__AVX512BF16__)
+  linear::multiply((const bf16*)x, panels, (const float*)bias, (bf16*)result, rows, in, out, threads);
+#else
+  (void)x, (void)panels, (void)bias, (void)result, (void)rows, (void)in, (void)out, (void)threads;
+#endif
+}
+
 }  // namespace
 
 extern "C" {
@@ -177,7 +192,7 @@ void dspark_markov_chain(int type, void* ids, void* previous, const void* base, 
                          (const int64_t*)anchors, (const int64_t*)vocab_map, requests, slots, rank, vocab, threads);
 }
 
-// Whether dspark_linear does anything on this CPU.
+// Whether dspark_linear and dspark_linear_int8 do anything on this CPU.
 int dspark_has_linear() {
 #if defined(__AVX512BF16__)
   return 1;
@@ -192,16 +207,13 @@ void dspark_pack_linear(const void* weight, int64_t out, int64_t in, void* panel
 
 void dspark_linear(const void* x, const void* panels, const void* bias, void* result, int64_t rows, int64_t in,
                    int64_t out, int threads) {
-#if defined(DSPARK_AMX)
-  if (in % amx::TILE_INPUTS == 0 && amx::allowed())
-    return amx::multiply((const bf16*)x, (const uint32_t*)panels, (const float*)bias, (bf16*)result, rows, in, out,
-                         threads);
-#endif
-#if defined(__AVX512BF16__)
-  linear::multiply((const bf16*)x, (const uint32_t*)panels, (const float*)bias, (bf16*)result, rows, in, out, threads);
-#else
-  (void)x, (void)panels, (void)bias, (void)result, (void)rows, (void)in, (void)out, (void)threads;
-#endif
+  multiply(x, linear::Bf16Panels{(const uint32_t*)panels, in}, bias, result, rows, in, out, threads);
+}
+
+void dspark_linear_int8(const void* x, const void* panels, const void* scales, const void* bias, void* result,
+                        int64_t rows, int64_t in, int64_t out, int threads) {
+  multiply(x, linear::Int8Panels{(const int8_t*)panels, (const float*)scales, in}, bias, result, rows, in, out,
+           threads);
 }
 
 }  // extern "C"

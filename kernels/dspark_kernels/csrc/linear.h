@@ -11,11 +11,11 @@
 
 #include <omp.h>
 
+#include "panels.h"
 #include "vec.h"
 
 namespace linear {
 
-constexpr int64_t PANEL = 32;  // outputs per panel
 constexpr int ROWS = 12;       // rows in registers at once, two vectors each
 constexpr int64_t SERIAL_PAIRS = 1 << 15;  // weight pairs below which a parallel region costs more than it saves
 
@@ -67,17 +67,19 @@ constexpr MultiplyFunction MULTIPLY_ROWS[ROWS] = {
     multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,  multiply_rows<5>,  multiply_rows<6>,
     multiply_rows<7>, multiply_rows<8>, multiply_rows<9>, multiply_rows<10>, multiply_rows<11>, multiply_rows<12>};
 
-// x [rows, in], panels as packed, bias [out rounded up to PANEL] fp32 → result [rows, out].
-static void multiply(const bf16* x, const uint32_t* panels, const float* bias, bf16* result, int64_t rows, int64_t in,
-                     int64_t out, int threads) {
+// x [rows, in], panels of either kind, bias [out rounded up to PANEL] fp32 → result [rows, out].
+template <class Panels>
+void multiply(const bf16* x, const Panels& panels, const float* bias, bf16* result, int64_t rows, int64_t in,
+              int64_t out, int threads) {
   const int64_t num_panels = (out + PANEL - 1) / PANEL, words = in / 2 * PANEL;
   const int64_t groups = (rows + ROWS - 1) / ROWS;
   if (num_panels * words < SERIAL_PAIRS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
   for (int64_t p = 0; p < num_panels; p++) {
+    const uint32_t* panel = panels.at(p);
     for (int64_t g = 0; g < groups; g++) {
       int64_t row = rows * g / groups, n = rows * (g + 1) / groups - row;
-      MULTIPLY_ROWS[n - 1](panels + p * words, x + row * in, bias + p * PANEL, in, result + row * out + p * PANEL, out,
+      MULTIPLY_ROWS[n - 1](panel, x + row * in, bias + p * PANEL, in, result + row * out + p * PANEL, out,
                            std::min(PANEL, out - p * PANEL));
     }
   }

@@ -18,6 +18,7 @@ typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 typedef uint32_t vu __attribute__((vector_size(W * 4)));
 typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef int8_t vb __attribute__((vector_size(W)));
 
 struct bf16 {
   uint16_t bits;
@@ -39,6 +40,16 @@ static inline vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(h, vu) << 16);
 }
 
+static inline vf load(const int8_t* p) {
+#if defined(__AVX512F__)  // GCC 12 converts bytes one by one
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  vb b;
+  memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, vf);
+#endif
+}
+
 // Round to nearest even; a NaN stays a NaN.
 static inline vh to_bf16(vf v) {
 #if defined(__AVX512BF16__)
@@ -53,6 +64,17 @@ static inline vh to_bf16(vf v) {
 static inline void store(bf16* p, vf v) {
   vh h = to_bf16(v);
   memcpy(p, &h, sizeof h);
+}
+
+// Two vectors, one after the other.
+static inline void store(bf16* p, vf first, vf second) {
+#if defined(__AVX512BF16__)
+  __m512bh both = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  memcpy(p, &both, sizeof both);
+#else
+  store(p, first);
+  store(p + W, second);
+#endif
 }
 
 // The same for the last `count` < W elements of a row.
