@@ -33,7 +33,7 @@ def build_app(args: AppConfig) -> Application:
     return assemble(config, ENGINE_FACTORIES[config.engine.kind], model_text)
 
 
-def assemble(config: AppConfig, engine_factory: EngineFactory, text_factory: TextFactory) -> Application:
+def assemble(config: AppConfig, factory: EngineFactory, text_factory: TextFactory) -> Application:
     """Ingress → LLMServer. The factories are called in the replicas: engine there, tokenizer here."""
     serving, placement = config.serving, replica_placement(config)
     server = _deployment(
@@ -48,7 +48,7 @@ def assemble(config: AppConfig, engine_factory: EngineFactory, text_factory: Tex
     ingress = _deployment(
         Ingress, num_replicas=serving.num_ingress_replicas, max_ongoing_requests=INGRESS_ONGOING
     )
-    return ingress.bind(config, server.bind(config, engine_factory), text_factory)
+    return ingress.bind(config, server.bind(config, factory), text_factory)
 
 
 def _deployment(replica_class: type, **options: Any) -> Any:

@@ -6,7 +6,7 @@ import os
 
 from ray import serve
 
-from dspark_ray.core.config import AppConfig
+from dspark_ray.core.config import AppConfig, for_replica
 from dspark_ray.core.errors import DsparkError, EngineDeadError
 from dspark_ray.core.types import Request, RequestOutput
 from dspark_ray.runtime.engine_actor import EngineFactory
@@ -25,6 +25,7 @@ class LLMServer:
         configure_logging()
         replica = serve.get_replica_context()
         logger.info("replica %s: starting its engine", replica.replica_id.unique_id)
+        config = for_replica(config, replica.rank.rank)
         self._engine = await EngineClient.start(
             config, replica.app_name, replica.replica_id.unique_id, factory, self._exit
         )

@@ -6,14 +6,14 @@ served application are driven by one file.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.section import Section
-from dspark_ray.core.types import VerificationMode
+from dspark_ray.core.types import ServiceTier, TierTerms, VerificationMode
 from dspark_ray.core.vllm_config import VllmConfig
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
@@ -35,10 +35,30 @@ class ModelConfig(Section):
     max_model_len: int = Field(2048, ge=16, description="longest prompt + output, in tokens")
 
 
+Probability = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class TimedConfig(Section):
+    """The timed engine: it sleeps instead of computing, so every figure from it is simulated."""
+
+    step_tables: tuple[str, ...] = Field(
+        min_length=1, description="step table JSONs; replica i has the times of table i mod n"
+    )
+    acceptance: tuple[Annotated[tuple[Probability, ...], Field(min_length=1)], ...] = Field(
+        ((0.8,),), min_length=1, description="conditional acceptance by position, a row per kind of request"
+    )
+    acceptance_trace: str | None = Field(None, description="JSON list of such rows, instead of acceptance")
+    concentration: float | None = Field(
+        8.0, gt=0, description="how close confidences are to acceptance, block by block; None: equal to it"
+    )
+    seed: int = 0
+
+
 class EngineConfig(Section):
     """The engine, its step loop and its memory."""
 
-    kind: Literal["native", "vllm"] = "native"
+    kind: Literal["native", "vllm", "timed"] = "native"
+    timed: TimedConfig | None = Field(None, description="kind timed only")
     num_threads: int | None = Field(
         None, ge=1, description="torch threads; None: all cores, shared by replicas"
     )
@@ -53,6 +73,8 @@ class EngineConfig(Section):
     def _check(self) -> "EngineConfig":
         if self.max_running > self.max_step_rows:
             raise ValueError("engine.max_running must not exceed max_step_rows (each request needs a row)")
+        if (self.kind == "timed") != (self.timed is not None):
+            raise ValueError("engine.timed belongs to engine.kind 'timed': give both or neither")
         return self
 
 
@@ -99,12 +121,34 @@ class SpeculationConfig(Section):
         return self
 
 
+class TierConfig(Section):
+    """One service tier (policy weighted)."""
+
+    weight: float = Field(1.0, gt=0, le=100, description="what one of its tokens counts")
+    target_tokens_per_s: float | None = Field(
+        None, gt=0, description="speed owed to each request that names none itself"
+    )
+
+
+_TIERS = {
+    ServiceTier.FLEX: TierConfig(weight=0.5),
+    ServiceTier.DEFAULT: TierConfig(),
+    ServiceTier.PRIORITY: TierConfig(weight=2.0),
+}
+
+
 class SchedulerConfig(Section):
     """The central scheduler, one per application."""
 
-    policy: Literal["local", "shared_cap"] = "local"
+    policy: Literal["local", "shared_cap", "lockstep", "weighted"] = "local"
     cap_draft_tokens_per_s: float | None = Field(
-        None, gt=0, description="fleet-wide verify rate (shared_cap)"
+        None, gt=0, description="fleet-wide verify rate (shared_cap; weighted, optional)"
+    )
+    tiers: dict[ServiceTier, TierConfig] = Field(
+        default_factory=lambda: dict(_TIERS), description="tiers left out count 1 (weighted)"
+    )
+    target_boost: float = Field(
+        8.0, ge=0, le=100, description="how much more a token counts below its request's target (weighted)"
     )
     report_interval_ms: float = Field(250.0, ge=20.0)
     plan_ttl_ms: float = Field(2000.0, ge=100.0, description="a plan older than this is ignored")
@@ -113,12 +157,26 @@ class SchedulerConfig(Section):
     def _check(self) -> "SchedulerConfig":
         if self.policy == "shared_cap" and self.cap_draft_tokens_per_s is None:
             raise ValueError("scheduler.cap_draft_tokens_per_s is required for policy 'shared_cap'")
+        if self.cap_draft_tokens_per_s is not None and not self.has_cap:
+            raise ValueError(f"scheduler.cap_draft_tokens_per_s means nothing under policy {self.policy!r}")
         if self.plan_ttl_ms < 2 * self.report_interval_ms:  # else plans expire between two reports
             raise ValueError(
                 f"scheduler.plan_ttl_ms ({self.plan_ttl_ms:g}) must be at least twice report_interval_ms "
                 f"({self.report_interval_ms:g})"
             )
         return self
+
+    @property
+    def has_cap(self) -> bool:
+        """Whether the policy splits a cap, now or when one is set."""
+        return self.policy in ("shared_cap", "weighted")
+
+    def tier_terms(self) -> tuple[TierTerms, ...]:
+        """The tiers as plans carry them; empty where they do not count."""
+        if self.policy != "weighted":
+            return ()
+        tiers = ((tier, self.tiers.get(tier, TierConfig())) for tier in ServiceTier)
+        return tuple(TierTerms(tier, one.weight, one.target_tokens_per_s) for tier, one in tiers)
 
 
 class ServingConfig(Section):
@@ -230,7 +288,24 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
     if source != DEFAULT_SOURCE:  # even where a folder has that name
         source = _find(source, bases) or source
     model = config.model.model_copy(update={"source": source})
-    return config.model_copy(update={"model": model, "speculation": speculation.model_copy(update=updates)})
+    engine = config.engine
+    if (timed := engine.timed) is not None:
+        tables = tuple(str(existing("engine.timed.step_tables", table)) for table in timed.step_tables)
+        trace = existing("engine.timed.acceptance_trace", timed.acceptance_trace)
+        timed = timed.model_copy(update={"step_tables": tables, "acceptance_trace": trace})
+        engine = engine.model_copy(update={"timed": timed})
+    changed = {"model": model, "engine": engine, "speculation": speculation.model_copy(update=updates)}
+    return config.model_copy(update=changed)
+
+
+def for_replica(config: AppConfig, rank: int) -> AppConfig:
+    """The configuration of replica `rank`: where replicas differ, only its own share is left."""
+    timed = config.engine.timed
+    if timed is None:
+        return config
+    tables = (timed.step_tables[rank % len(timed.step_tables)],)
+    timed = timed.model_copy(update={"step_tables": tables})
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"timed": timed})})
 
 
 def _find(path: str, bases: Sequence[Path]) -> str | None:

@@ -34,6 +34,17 @@ class VerificationMode(StrEnum):
     ADAPTIVE = "adaptive"
 
 
+class ServiceTier(StrEnum):
+    """How much a request counts when there is not enough for all; from least to most."""
+
+    FLEX = "flex"
+    DEFAULT = "default"
+    PRIORITY = "priority"
+
+
+SERVICE_TIERS = tuple(ServiceTier)
+"""Their order is their number in arrays."""
+
 MIN_TEMPERATURE = 1e-5
 
 
@@ -82,6 +93,15 @@ class TextOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class Priority:
+    """What a request claims when there is not enough for all. It never changes how a text is drawn."""
+
+    tier: ServiceTier = ServiceTier.DEFAULT
+    level: int = 0  # place in the queue: the lower goes first
+    target_tokens_per_s: float | None = None  # wanted speed; None: its tier's
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One choice to generate, as the ingress hands it to a replica."""
 
@@ -90,6 +110,8 @@ class Request:
     sampling: SamplingParams
     emitted_token_ids: tuple[int, ...] = ()  # set when the request is resumed after a replica's death
     reply_address: str = ""  # zmq address of the ingress; empty: outputs stay in the process
+    priority: Priority = Priority()
+    session_key: str = ""  # requests with one key share a beginning: they are best served together
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +192,15 @@ class EngineStats:
     step_measured_ms: float = 0.0
     plan_age_ms: float | None = None  # None: no live plan, the replica plans alone
     ready: bool = False  # the canary generation has passed
+    kind: str = "native"  # "timed": its times are simulated
+
+
+@dataclass(frozen=True, slots=True)
+class RowClaims:
+    """What the requests behind the rows of `SurvivalReport.survival` claim."""
+
+    tiers: IntArray  # [R] places in SERVICE_TIERS
+    targets_per_s: FloatArray  # [R] tokens per second asked for; 0: none, their tier's counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +217,16 @@ class SurvivalReport:
     table_digest: str
     table: dict[str, Any] | None  # the step table; None once the actor has acknowledged its digest
     budget_tokens: float  # mean of the recent steps
+    claims: RowClaims | None = None  # None: all rows are of the default tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierTerms:
+    """What a token of one service tier counts, and the speed that its requests are owed."""
+
+    tier: ServiceTier
+    weight: float = 1.0
+    target_tokens_per_s: float | None = None  # of each request that names none itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +239,9 @@ class StepPlan:
     policy: str
     draft_tokens_per_s: float | None = None  # this replica's share of the shared cap; None: no cap
     ttl_ms: float = 2000.0  # counted from arrival: clocks of two machines are not compared
+    group_step_ms: float | None = None  # all members' steps end together after this time; None: no group
+    tiers: tuple[TierTerms, ...] = ()  # empty: every token counts the same
+    target_boost: float = 0.0  # how much more a token counts while its request is below its target
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +251,5 @@ class FleetView:
     reports: tuple[SurvivalReport, ...]  # ordered by replica_id; live ones only
     tables: dict[str, Any]  # table_digest → StepTable
     cap_draft_tokens_per_s: float | None = None
+    tiers: tuple[TierTerms, ...] = ()
+    target_boost: float = 0.0

@@ -1,5 +1,6 @@
 """Who runs in the next step: the waiting queue, blocks for every row, preemption when they run out."""
 
+import bisect
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -14,7 +15,9 @@ from dspark_ray.models.adjust import AdjusterFactory, make_adjuster
 
 
 class Admission:
-    """First come, first served. Decoding requests go first; prefill fills the rows that are left."""
+    """First come, first served within a level of priority (`Sequence.turn`). Decoding requests go first;
+    prefill fills the rows that are left.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Admission:
         self.query_tokens = 0
         self._arrivals = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request) -> Sequence:
         """Queues a request; refuses what can never run and what exceeds the queue."""
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
         if not request.prompt_token_ids:
@@ -66,8 +69,10 @@ class Admission:
         if len(self.waiting) >= self.max_waiting:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting already")
         adjuster = make_adjuster(request, self._adjusters)
-        self.waiting.append(new_sequence(request, self._arrivals, adjuster))
+        sequence = new_sequence(request, self._arrivals, adjuster)
+        self._queue(sequence)
         self._arrivals += 1
+        return sequence
 
     def pending_prefill_rows(self) -> int:
         """Rows of prompt that the next step will take: of requests that run, and of those that can start."""
@@ -85,7 +90,7 @@ class Admission:
         return [s for s in self.running if s.is_decoding]
 
     def make_room(self) -> list[Sequence]:
-        """Blocks for every decoding request's anchor, preempting the latest arrivals if need be; then, from
+        """Blocks for every decoding request's anchor, preempting the last in turn if need be; then, from
         what is free only, for its draft. → the decoding requests that still run.
 
         NOTE: before any length is chosen. Lengths depend on scores that have seen drafted tokens: if they
@@ -148,26 +153,29 @@ class Admission:
             self.query_tokens += len(sequence.token_ids)
         return True
 
+    def _queue(self, sequence: Sequence) -> None:
+        self.waiting.insert(bisect.bisect(self.waiting, sequence.turn, key=lambda s: s.turn), sequence)
+
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """Blocks up to `num_tokens`, at the latest arrivals' expense, its own at last."""
+        """Blocks up to `num_tokens`, at the expense of those last in turn, its own at last."""
         missing = self.pool.blocks_for(num_tokens) - len(sequence.blocks)
         while missing > 0:
             taken = self.pool.take(missing)
             if taken is not None:
                 sequence.blocks += taken
                 return
-            victim = max(self.running, key=lambda s: s.arrival)
+            victim = max(self.running, key=lambda s: s.turn)
             self._preempt(victim)
             if victim is sequence:
                 return
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its KV is recomputed (or found in the prefix cache) later."""
+        """Back to its place in the queue; its KV is recomputed (or found in the prefix cache) later."""
         self.running.remove(sequence)
         self._free(sequence)
         sequence.survival_history.clear()
         sequence.zero_budget_steps = sequence.steps_since_draft = 0
-        self.waiting.appendleft(sequence)
+        self._queue(sequence)
         self.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_ray.core.config import SpeculationConfig
-from dspark_ray.core.types import FloatArray, VerificationMode
+from dspark_ray.core.types import SERVICE_TIERS, FloatArray, RowClaims, TierTerms, VerificationMode
 from dspark_ray.engine.sequence import STALE_STEPS, Sequence
 from dspark_ray.scheduling.cap import TokenBucket
 from dspark_ray.scheduling.correction import OnlineCorrection
 from dspark_ray.scheduling.gate import GateSettings, should_draft, speculation_pays
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView
+from dspark_ray.scheduling.lockstep import within_step
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
+from dspark_ray.scheduling.utility import Claims, claims_of
 from dspark_ray.scheduling.width import DraftWidth
 
 _PRIOR_SMOOTHING = 0.05  # weight of one step's mean survival in the prior of a new request
@@ -39,7 +41,11 @@ class BudgetPlanner:
         self.num_draft_tokens = config.num_draft_tokens
         self.table = table
         self.correction = OnlineCorrection()
-        self.bucket: TokenBucket | None = None  # the shared cap's share, while a plan holds
+        # What couples this replica to others, while a plan holds.
+        self.bucket: TokenBucket | None = None  # its share of the shared cap
+        self.group_step_ms: float | None = None  # when its group's steps end
+        self.tiers: tuple[TierTerms, ...] = ()
+        self.target_boost = 0.0
         self._config = config
         self._max_step_rows = max_step_rows
         self._gate = GateSettings()
@@ -65,16 +71,22 @@ class BudgetPlanner:
             stale[row] = self._prior if old is None else old
             # ℓ drafts emit up to ℓ + 1 tokens; more than what may still be emitted is waste.
             max_lens[row] = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1, room[row])
+        cost_ms = self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum()))
+        cap_tokens = self._cap(count, load, now_ms)
+        if self.group_step_ms is not None and self.table is not None:
+            cost_ms, free_tokens = within_step(cost_ms, self.group_step_ms)
+            cap_tokens = min(cap_tokens, free_tokens)
         view = LengthView(
             current_survival=current,
             stale_survival=stale,
             max_lens=max_lens,
             base_rows=count + load.prefill_rows,
             num_decoding=count,
-            cost_ms=self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum())),
-            cap_tokens=self._cap(count, load, now_ms),
+            cost_ms=cost_ms,
+            cap_tokens=cap_tokens,
             fixed_tokens=self._config.fixed_tokens if self.mode is VerificationMode.FIXED else None,
             threshold=self._config.threshold,
+            claims=self._claims(decoding),
         )
         decision = LENGTH_RULES.get(self._rule())(view)
         if self.bucket is not None:
@@ -94,7 +106,7 @@ class BudgetPlanner:
         candidates = [s for s in decoding if s.remaining_tokens > 1]
         if self.mode is not VerificationMode.ADAPTIVE:
             return candidates
-        if not self._speculation_pays(candidates, load):
+        if not self._speculation_pays(candidates, load, self._claims(candidates)):
             return []
         chosen = []
         for sequence in candidates:
@@ -159,15 +171,38 @@ class BudgetPlanner:
         room = max(0, self._max_step_rows - count - reserve)
         return room if self.bucket is None else min(room, self.bucket.available(now_ms))
 
-    def _speculation_pays(self, candidates: list[Sequence], load: Load) -> bool:
+    def _claims(self, decoding: list[Sequence]) -> Claims | None:
+        """What requests claim under the plan's terms; None where all count the same."""
+        if not self.tiers or not decoding:
+            return None
+        claims = row_claims(decoding)
+        return claims_of(claims.tiers, claims.targets_per_s, self.tiers, self.target_boost)
+
+    def _speculation_pays(self, candidates: list[Sequence], load: Load, claims: Claims | None) -> bool:
         """Whether drafting is worth its own cost at this load; off, it is tried once in a while."""
         count = len(candidates)
         if self.table is None or count == 0:
             return count > 0
         cost = self._cost_ms(count, load, count * self.num_draft_tokens, 0)
-        self._pays = speculation_pays(self._prior, count, cost, self.draft_ms(count), now_on=self._pays)
+        self._pays = speculation_pays(
+            self._prior,
+            count,
+            cost,
+            self.draft_ms(count),
+            now_on=self._pays,
+            claims=claims,
+            group_step_ms=self.group_step_ms or 0.0,
+        )
         if self._pays:
             self._steps_switched_off = 0
             return True
         self._steps_switched_off += 1
         return self._steps_switched_off % _SWITCH_PROBE_STEPS == 0
+
+
+def row_claims(sequences: list[Sequence]) -> RowClaims:
+    """Tiers and wanted speeds of R requests, as reports carry them."""
+    claims = [sequence.request.priority for sequence in sequences]
+    tiers = np.array([SERVICE_TIERS.index(claim.tier) for claim in claims], dtype=np.int64)
+    targets = np.array([claim.target_tokens_per_s or 0.0 for claim in claims], dtype=np.float32)
+    return RowClaims(tiers, targets)

@@ -27,6 +27,8 @@ class Coupling:
         if newest is not None and (plan.generation, plan.sequence) < (newest.generation, newest.sequence):
             return
         self._plan, self._arrived_ms = plan, self._clock.now_ms()
+        self._budget.group_step_ms = plan.group_step_ms
+        self._budget.tiers, self._budget.target_boost = plan.tiers, plan.target_boost
         rate = plan.draft_tokens_per_s
         if rate is None:
             self._budget.bucket = None
@@ -42,7 +44,8 @@ class Coupling:
     def expire(self) -> None:
         """Called at every step: a plan past its time stops coupling."""
         if self._plan is not None and self._clock.now_ms() - self._arrived_ms > self._plan.ttl_ms:
-            self._plan, self._budget.bucket = None, None
+            self._plan = self._budget.bucket = self._budget.group_step_ms = None
+            self._budget.tiers = ()
 
     def plan_age_ms(self) -> float | None:
         """Age of the live plan; None without one."""

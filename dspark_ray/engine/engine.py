@@ -29,7 +29,7 @@ from dspark_ray.engine.acceptance import Verdict, VerifyRequest, verify
 from dspark_ray.engine.admission import Admission
 from dspark_ray.engine.batch import VerifyBatch, Work, pack
 from dspark_ray.engine.block_pool import BlockPool
-from dspark_ray.engine.budget import BudgetPlanner, Load
+from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.recent import RecentSteps, StepRecord
@@ -100,8 +100,7 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request. `RequestError` if it can never run, `QueueFullError` if too many wait."""
         assert request.request_id not in self._sequences, f"request id {request.request_id!r} is in use"
-        self.admission.add(request)
-        self._sequences[request.request_id] = self.admission.waiting[-1]
+        self._sequences[request.request_id] = self.admission.add(request)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and frees all it holds; False if it is not here (any more)."""
@@ -372,8 +371,8 @@ class Engine:
     ) -> SurvivalReport:
         """What the scheduler actor needs to know. Called on the step thread or between steps."""
         table = self.budget.table
-        rows = [s.stale_survival() for s in self.admission.decoding()]
-        known = [r for r in rows if r is not None]
+        scored = [s for s in self.admission.decoding() if s.stale_survival() is not None]
+        known = [row for s in scored if (row := s.stale_survival()) is not None]
         gamma = self.counters.block_size
         return SurvivalReport(
             replica_id=replica_id,
@@ -386,6 +385,7 @@ class Engine:
             table_digest=table.digest if table else "",
             table=table.to_dict() if table and include_table else None,
             budget_tokens=self._recent.summary().budget_tokens,
+            claims=row_claims(scored),
         )
 
     def describe(self) -> dict[str, Any]:

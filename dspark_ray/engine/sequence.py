@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from dspark_ray.core.types import FinishReason, FloatArray, Request, RequestUsage
+from dspark_ray.core.types import SERVICE_TIERS, FinishReason, FloatArray, Request, RequestUsage
 from dspark_ray.models.adjust import LogitsAdjuster
 
 
@@ -27,7 +27,7 @@ class Sequence:
     request: Request
     token_ids: list[int]  # prompt and output
     rng: np.random.Generator
-    arrival: int  # order of arrival; the latest is preempted first
+    arrival: int  # order of arrival
     adjuster: LogitsAdjuster | None = None  # has seen the output so far
     num_computed: int = 0  # leading tokens whose KV is in the cache
     blocks: list[int] = field(default_factory=list)
@@ -63,6 +63,15 @@ class Sequence:
         return self.num_computed == len(self.token_ids) - 1 and self.num_output > 0
 
     @property
+    def turn(self) -> tuple[int, int]:
+        """Its place in the queue, the lower first; preempted in reverse. A level is worth a bounded number of
+        arrivals, so that whoever waits is overtaken by so many at most.
+        """
+        priority = self.request.priority
+        level = priority.level + (1 - SERVICE_TIERS.index(priority.tier))
+        return self.arrival + LEVEL_ARRIVALS * level, self.arrival
+
+    @property
     def greedy(self) -> bool:
         return self.request.sampling.greedy
 
@@ -85,6 +94,9 @@ class Sequence:
             accepted_tokens=self.num_accepted,
         )
 
+
+LEVEL_ARRIVALS = 64
+"""How many later requests a request goes ahead of per level of priority; a tier is a level."""
 
 STALE_STEPS = 2
 """How many drafts old the scores behind a budget are (design: "budget from scores ≥ 2 steps old")."""

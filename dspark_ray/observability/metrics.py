@@ -223,6 +223,11 @@ METRICS: tuple[Metric, ...] = (
         "dspark_ready", "1 once the canary has passed; of a fleet, ready engines.", lambda s: float(s.ready)
     ),
     _gauge("dspark_engines", "Engines that report.", lambda s: 1.0),
+    _gauge(
+        "dspark_timed_engines",
+        "Engines that sleep instead of computing: figures beside them are simulated.",
+        lambda s: float(s.kind == "timed"),
+    ),
 )
 
 

@@ -46,7 +46,22 @@ def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     return LoadedEngine(engine, _canary_prompt(text_dir), engine.close)
 
 
-ENGINE_FACTORIES: dict[str, EngineFactory] = {"native": native_engine, "vllm": vllm_engine}
+def timed_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
+    """An `EngineFactory`: the engine that sleeps instead of computing. Raises `DsparkError`."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from dspark_ray.engine.timed import build_timed_engine
+
+    torch.set_num_threads(1)
+    return LoadedEngine(build_timed_engine(config, engine_id), canary_prompt=(1, 2, 3, 4))
+
+
+ENGINE_FACTORIES: dict[str, EngineFactory] = {
+    "native": native_engine,
+    "vllm": vllm_engine,
+    "timed": timed_engine,
+}
 """By `engine.kind`."""
 
 

@@ -71,7 +71,10 @@ class FleetScheduler:
         self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
         self._num_rounds += 1
         reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))
-        plans = self._policy.plan(FleetView(reports, dict(self._tables), self._cap), self._tables)
+        view = FleetView(
+            reports, dict(self._tables), self._cap, self._config.tier_terms(), self._config.target_boost
+        )
+        plans = self._policy.plan(view, self._tables)
         return tuple(replace(plan, ttl_ms=self._config.plan_ttl_ms) for plan in plans)
 
     def remove(self, replica_id: str) -> None:
@@ -80,8 +83,9 @@ class FleetScheduler:
 
     def set_cap(self, draft_tokens_per_s: float | None) -> None:
         """The fleet-wide verify rate from now on; None takes the cap off. Raises `ConfigError`."""
-        if self._config.policy != "shared_cap":
-            raise ConfigError(f"scheduler.policy is {self._config.policy!r}: only 'shared_cap' has a cap")
+        if not self._config.has_cap:
+            policy = self._config.policy
+            raise ConfigError(f"scheduler.policy is {policy!r}: 'shared_cap' and 'weighted' have a cap")
         if draft_tokens_per_s is not None and not 0 < draft_tokens_per_s < float("inf"):
             raise ConfigError(f"the cap must be a positive number of tokens/s, not {draft_tokens_per_s}")
         self._cap = draft_tokens_per_s
@@ -98,6 +102,7 @@ class FleetScheduler:
                 "num_waiting": member.report.num_waiting,
                 "budget_tokens": round(member.report.budget_tokens, 2),
                 "draft_tokens_per_s": plans[replica_id].draft_tokens_per_s,
+                "group_step_ms": plans[replica_id].group_step_ms,
                 "table": member.report.table_digest,
             }
             for replica_id, member in sorted(self._members.items())
@@ -113,7 +118,7 @@ class FleetScheduler:
     def _set_config(self, config: SchedulerConfig) -> None:
         self._config = config
         self._policy = FLEET_POLICIES.get(config.policy)()
-        self._cap = config.cap_draft_tokens_per_s if config.policy == "shared_cap" else None
+        self._cap = config.cap_draft_tokens_per_s
 
     def _learn_table(self, report: SurvivalReport) -> None:
         if report.table is not None and report.table_digest not in self._tables:

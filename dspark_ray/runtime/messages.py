@@ -4,13 +4,23 @@ Every message is a list `[kind, fields...]`. A peer of another version or a stra
 loop: `decode` raises `MessageError` for anything that is not one of these.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import msgpack
 
 from dspark_ray.core.errors import DsparkError
-from dspark_ray.core.types import FinishReason, Request, RequestOutput, RequestUsage, SamplingParams, StepPlan
+from dspark_ray.core.types import (
+    FinishReason,
+    Priority,
+    Request,
+    RequestOutput,
+    RequestUsage,
+    SamplingParams,
+    ServiceTier,
+    StepPlan,
+    TierTerms,
+)
 
 
 class MessageError(DsparkError):
@@ -106,12 +116,23 @@ def _pack_request(request: Request) -> list[Any]:
         astuple(request.sampling),
         request.emitted_token_ids,
         request.reply_address,
+        astuple(request.priority),
+        request.session_key,
     ]
 
 
 def _unpack_request(fields: Any) -> Request:
-    request_id, prompt, sampling, emitted, reply_address = fields
-    return Request(request_id, prompt, SamplingParams(*sampling), emitted, reply_address)
+    request_id, prompt, sampling, emitted, reply_address, (tier, level, target), session_key = fields
+    priority = Priority(ServiceTier(tier), level, target)
+    return Request(
+        request_id, prompt, SamplingParams(*sampling), emitted, reply_address, priority, session_key
+    )
+
+
+def _unpack_plan(fields: Any) -> StepPlan:
+    *others, tiers, target_boost = fields
+    terms = tuple(TierTerms(ServiceTier(tier), weight, target) for tier, weight, target in tiers)
+    return replace(StepPlan(*others), tiers=terms, target_boost=target_boost)
 
 
 def _pack_output(output: RequestOutput) -> list[Any]:
@@ -149,7 +170,7 @@ _ENCODERS: dict[type, Any] = {
 _DECODERS: dict[str, Any] = {
     "Submit": lambda f: Submit(_unpack_request(f[0]), f[1]),
     "Abort": lambda f: Abort(*f),
-    "ApplyPlan": lambda f: ApplyPlan(StepPlan(*f[0])),
+    "ApplyPlan": lambda f: ApplyPlan(_unpack_plan(f[0])),
     "Stop": lambda f: Stop(*f),
     "Tokens": lambda f: Tokens(f[0], f[1], tuple(Emission(o, _unpack_output(out)) for o, out in f[2])),
     "Ends": lambda f: Ends(f[0], tuple(_unpack_output(output) for output in f[1])),

@@ -6,15 +6,18 @@ replica recomputes its budget every step, under its plan, from its own scores.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from dspark_ray.core.registry import Registry
-from dspark_ray.core.types import FleetView, StepPlan, SurvivalReport
+from dspark_ray.core.types import SERVICE_TIERS, FleetView, ServiceTier, StepPlan, SurvivalReport
 from dspark_ray.scheduling.knapsack import Options, pareto, split
+from dspark_ray.scheduling.lockstep import Member, best_step_ms
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
 from dspark_ray.scheduling.survival import rank_tokens
+from dspark_ray.scheduling.utility import Claims, claims_of, utility_curve
 
 EVEN_SPLIT_TOLERANCE = 0.01  # an uneven split must bring this much more than one by demand
 
@@ -56,18 +59,57 @@ class SharedCapPolicy:
     """
 
     def plan(self, view: FleetView, tables: Mapping[str, StepTable]) -> tuple[StepPlan, ...]:
-        cap = view.cap_draft_tokens_per_s
-        if cap is None:
-            return tuple(_plan(report, "shared_cap", None) for report in view.reports)
-        shares = dict.fromkeys(range(len(view.reports)), cap / max(len(view.reports), 1))
-        known = [i for i, report in enumerate(view.reports) if report.table_digest in tables]
-        curves = [rate_options(view.reports[i], tables[view.reports[i].table_digest]) for i in known]
-        shares.update(zip(known, share_cap(curves, sum(shares[i] for i in known)), strict=True))
-        return tuple(_plan(report, "shared_cap", shares[i]) for i, report in enumerate(view.reports))
+        shares = _shares(view, tables)
+        return tuple(_plan(one, "shared_cap", share) for one, share in zip(view.reports, shares, strict=True))
 
 
-def rate_options(report: SurvivalReport, table: StepTable) -> Options:
-    """(U_i(B), V_i(B)) for B = 0..R·γ of one replica, in tokens per second, reduced to what may be best."""
+@FLEET_POLICIES.register("weighted")
+class WeightedPolicy:
+    """Tiers and speed targets: every plan carries their terms, and replicas maximise utility under them.
+
+    A cap, if there is one, is split as `shared_cap` splits it, with utility (`utility.py`) in the place of
+    throughput. Without a cap nothing couples replicas but the terms: each weighs its own requests.
+    """
+
+    def plan(self, view: FleetView, tables: Mapping[str, StepTable]) -> tuple[StepPlan, ...]:
+        plans = (
+            _plan(one, "weighted", share)
+            for one, share in zip(view.reports, _shares(view, tables), strict=True)
+        )
+        return tuple(replace(one, tiers=view.tiers, target_boost=view.target_boost) for one in plans)
+
+
+@FLEET_POLICIES.register("lockstep")
+class LockstepPolicy:
+    """Replicas whose steps end together: the step time at which the group emits most (`lockstep.py`).
+
+    A replica whose table is unknown has no say in it, and follows it.
+    """
+
+    def plan(self, view: FleetView, tables: Mapping[str, StepTable]) -> tuple[StepPlan, ...]:
+        known = [one for one in view.reports if one.table_digest in tables]
+        members = [_member(one, tables[one.table_digest]) for one in known if len(one.survival)]
+        step_ms = best_step_ms(members)
+        return tuple(replace(_plan(one, "lockstep", None), group_step_ms=step_ms) for one in view.reports)
+
+
+def rate_options(report: SurvivalReport, table: StepTable, claims: Claims | None = None) -> Options:
+    """(U_i(B), V_i(B)) for B = 0..R·γ of one replica, in tokens per second, reduced to what may be best.
+
+    With claims, V is utility per second instead of throughput.
+    """
+    member = _member(report, table)
+    if claims is None:
+        budgets, per_ms = np.arange(len(member.cost_ms)), member.tokens / member.cost_ms
+    else:
+        num_decoding, block = report.survival.shape
+        max_lens = np.full(num_decoding, block, dtype=np.int64)
+        budgets, per_ms = utility_curve(report.survival, max_lens, claims, member.cost_ms)
+    return pareto(budgets * 1e3 / member.cost_ms[budgets], per_ms * 1e3)
+
+
+def _member(report: SurvivalReport, table: StepTable) -> Member:
+    """τ_i(B) and T_i(B) for B = 0..R·γ."""
     num_decoding, block = report.survival.shape
     ranked, _ = rank_tokens(report.survival, np.full(num_decoding, block, dtype=np.int64))
     cost_ms = cost_curve(
@@ -77,9 +119,29 @@ def rate_options(report: SurvivalReport, table: StepTable) -> Options:
         max_draft_tokens=len(ranked),
         num_drafting=num_decoding,
     )
-    steps_per_s = 1e3 / cost_ms
-    emitted = num_decoding + np.concatenate(([0.0], np.cumsum(ranked)))
-    return pareto(np.arange(len(ranked) + 1) * steps_per_s, emitted * steps_per_s)
+    return Member(num_decoding + np.concatenate(([0.0], np.cumsum(ranked))), cost_ms)
+
+
+def _claims(report: SurvivalReport, view: FleetView) -> Claims | None:
+    num_decoding = len(report.survival)
+    if report.claims is not None and len(report.claims.tiers) == num_decoding:
+        return claims_of(report.claims.tiers, report.claims.targets_per_s, view.tiers, view.target_boost)
+    tiers = np.full(num_decoding, SERVICE_TIERS.index(ServiceTier.DEFAULT))
+    return claims_of(tiers, np.zeros(num_decoding, dtype=np.float32), view.tiers, view.target_boost)
+
+
+def _shares(view: FleetView, tables: Mapping[str, StepTable]) -> list[float | None]:
+    """The cap split over the reports, in their order; None for each without a cap."""
+    reports, cap = view.reports, view.cap_draft_tokens_per_s
+    if cap is None:
+        return [None] * len(reports)
+    shares = dict.fromkeys(range(len(reports)), cap / max(len(reports), 1))
+    known = [i for i, report in enumerate(reports) if report.table_digest in tables]
+    curves = [
+        rate_options(reports[i], tables[reports[i].table_digest], _claims(reports[i], view)) for i in known
+    ]
+    shares.update(zip(known, share_cap(curves, sum(shares[i] for i in known)), strict=True))
+    return [shares[i] for i in range(len(reports))]
 
 
 def share_cap(curves: Sequence[Options], cap: float) -> list[float]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dspark_ray.scheduling.lengths import throughput
 from dspark_ray.scheduling.survival import Floats, rank_tokens
+from dspark_ray.scheduling.utility import Claims, utility_curve
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,27 @@ def speculation_pays(
     *,
     hysteresis: float = 0.05,
     now_on: bool = True,
+    claims: Claims | None = None,
+    group_step_ms: float = 0.0,
 ) -> bool:
     """Whether this engine should speculate at its present load: best Θ with drafting billed, against plain Θ.
 
     mean_survival [γ]: live mean per position; verify_cost_ms [B + 1]: time of the target step with B draft
     tokens, *without* drafting; draft_ms: time to draft for `num_decoding` requests. What is on stays on
     until it loses by `hysteresis` (a share of plain throughput), what is off comes back when it wins by that.
+    With claims it is utility that must win. A step that waits for its group lasts `group_step_ms` at least.
     """
     if num_decoding <= 0 or len(mean_survival) == 0:
         return False
     block = np.tile(np.asarray(mean_survival, dtype=np.float64), (num_decoding, 1))
-    ranked, _ = rank_tokens(block, np.full(num_decoding, block.shape[1], dtype=np.int64))
-    ranked = ranked[: len(verify_cost_ms) - 1]
-    speculating = float(throughput(ranked, num_decoding, verify_cost_ms + draft_ms).max())
-    plain = num_decoding / float(verify_cost_ms[0])
+    max_lens = np.full(num_decoding, block.shape[1], dtype=np.int64)
+    drafting_ms = np.maximum(verify_cost_ms + draft_ms, group_step_ms)
+    plain_ms = np.maximum(verify_cost_ms[:1], group_step_ms)
+    if claims is None:
+        ranked, _ = rank_tokens(block, max_lens)
+        speculating = float(throughput(ranked[: len(drafting_ms) - 1], num_decoding, drafting_ms).max())
+        plain = num_decoding / float(plain_ms[0])
+    else:
+        speculating = float(utility_curve(block, max_lens, claims, drafting_ms)[1].max())
+        plain = float(utility_curve(block, max_lens, claims, plain_ms)[1][0])
     return speculating > plain * (1.0 - hysteresis if now_on else 1.0 + hysteresis)

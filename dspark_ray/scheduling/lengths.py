@@ -27,6 +27,10 @@ independently. `max_lens` and `cost_ms` must be known before the block is drawn.
   The output becomes (.85, .15).
 
 The cap on draft tokens binds in every mode: under it the best tokens of what the mode wanted are admitted.
+
+Requests that claim more than others (`utility.py`) change what a token counts in `adaptive`: the budget
+maximises utility instead of throughput, and tokens are ranked by survival × worth. The worth comes from
+tiers, targets and stale scores, so it has not seen the block either.
 """
 
 from collections.abc import Callable
@@ -38,6 +42,7 @@ from numpy.typing import NDArray
 from dspark_ray.core.registry import Registry
 from dspark_ray.core.types import IntArray, VerificationMode
 from dspark_ray.scheduling.survival import Floats, admit_top, admitted_survival, clean_survival, rank_tokens
+from dspark_ray.scheduling.utility import Claims, best_utility
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class LengthView:
     cap_tokens: int | None = None  # most draft tokens that the shared cap allows now
     fixed_tokens: int | None = None  # mode fixed; None: all
     threshold: float = 0.0  # mode threshold
+    claims: Claims | None = None  # mode adaptive; None: all requests count the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +109,9 @@ def verify_algorithm1(view: LengthView) -> LengthDecision:
 @LENGTH_RULES.register(VerificationMode.ADAPTIVE.value)
 def verify_adaptive(view: LengthView) -> LengthDecision:
     """The budget of highest throughput by stale scores, filled with the highest current survivals."""
+    if view.claims is not None:
+        best = best_utility(view.stale_survival, view.max_lens, view.claims, view.cost_ms, view.cap_tokens)
+        return _decide(view, admit_top(view.current_survival, best.budget, view.max_lens, best.worth))
     budget = search_budget(
         view.stale_survival, view.max_lens, view.num_decoding, view.cost_ms, view.cap_tokens
     )

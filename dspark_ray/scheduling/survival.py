@@ -29,13 +29,18 @@ def clean_survival(scores: Floats) -> NDArray[np.float64]:
     return np.minimum.accumulate(np.clip(bounded, 0.0, 1.0), axis=1)
 
 
-def rank_tokens(scores: Floats, max_lens: IntArray) -> tuple[NDArray[np.float64], IntArray]:
+def rank_tokens(
+    scores: Floats, max_lens: IntArray, worth: Floats | None = None
+) -> tuple[NDArray[np.float64], IntArray]:
     """All draft tokens that may be verified, best first.
 
     scores [R, γ], max_lens [R] (values above γ mean γ) → (survival [N], row [N]) with N = Σ min(max_lens, γ).
+    worth [R, γ]: what an emitted token counts, non-increasing along γ; the values are then survival × worth.
     Ties favour the earlier position, then the lower row.
     """
     clean = clean_survival(scores)
+    if worth is not None:
+        clean = clean * worth
     num_rows, block = clean.shape
     # Position-major order, so that a stable sort breaks ties as promised.
     allowed = (np.arange(block)[:, None] < np.asarray(max_lens)[None, :]).ravel()
@@ -45,14 +50,15 @@ def rank_tokens(scores: Floats, max_lens: IntArray) -> tuple[NDArray[np.float64]
     return values[order], rows[order].astype(np.int64)
 
 
-def admit_top(scores: Floats, budget: int, max_lens: IntArray) -> IntArray:
+def admit_top(scores: Floats, budget: int, max_lens: IntArray, worth: Floats | None = None) -> IntArray:
     """The `budget` highest survivals of all requests together, as lengths. → lens [R] int64
 
     scores [R, γ]; max_lens [R] most tokens per request. Σ lens = min(budget, Σ max_lens), tokens of zero
     survival included once nothing better is left. Whether position k of a request is admitted depends on
-    its own scores up to k and on other requests, never on its own later scores.
+    its own scores up to k and on other requests, never on its own later scores. worth [R, γ]: as in
+    `rank_tokens`; known before the blocks are drawn.
     """
-    _, rows = rank_tokens(scores, max_lens)
+    _, rows = rank_tokens(scores, max_lens, worth)
     return np.bincount(rows[: max(budget, 0)], minlength=len(scores)).astype(np.int64)
 
 

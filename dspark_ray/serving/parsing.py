@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark_ray.core.errors import RequestError
-from dspark_ray.core.types import Request, SamplingParams, TextOptions
+from dspark_ray.core.types import Priority, Request, SamplingParams, ServiceTier, TextOptions
 from dspark_ray.serving.messages import for_template
 from dspark_ray.serving.schemas import (
     ChatCompletionRequest,
@@ -147,6 +147,8 @@ def _job(
                     request_id=f"{engine_id}-{len(requests)}",
                     prompt_token_ids=tuple(prompt),
                     sampling=_sampling(fields, limit, choice, rules, model.tokenizer.eos_token_ids),
+                    priority=_priority(fields),
+                    session_key=fields.prompt_cache_key,
                 )
             )
     return Job(
@@ -165,6 +167,11 @@ def _job(
         include_usage=fields.stream_options is not None and fields.stream_options.include_usage,
         num_per_prompt=fields.n,
     )
+
+
+def _priority(fields: GenerationFields) -> Priority:
+    tier = ServiceTier.DEFAULT if fields.service_tier == "auto" else ServiceTier(fields.service_tier)
+    return Priority(tier, fields.priority, fields.target_tokens_per_second)
 
 
 def _sampling(

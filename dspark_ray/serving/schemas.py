@@ -1,6 +1,6 @@
 """What clients may send: strictly typed request bodies of `/v1/chat/completions` and `/v1/completions`."""
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -14,6 +14,9 @@ MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 128
+MAX_LEVEL = 8
+MAX_TARGET_TOKENS_PER_S = 1e4
+MAX_KEY_CHARS = 256
 INT32 = 1 << 31
 INT64 = 1 << 63
 
@@ -52,6 +55,11 @@ class GenerationFields(Body):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    # Who goes first where there is not enough for all: docs/fleet.md.
+    service_tier: Literal["auto", "default", "flex", "priority"] = "auto"
+    priority: int = Field(0, ge=-MAX_LEVEL, le=MAX_LEVEL, description="the lower goes first")
+    target_tokens_per_second: float | None = Field(None, gt=0.0, le=MAX_TARGET_TOKENS_PER_S)
+    prompt_cache_key: str = Field("", max_length=MAX_KEY_CHARS)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     min_tokens: int = Field(0, ge=0, lt=INT32)

@@ -34,6 +34,8 @@ def status_body(config: AppConfig, stats: Sequence[EngineStats], *, ready: bool)
             "live": len(stats),
             "ready": sum(stat.ready for stat in stats),
         },
+        "engine": config.engine.kind,
+        "simulated": config.engine.kind == "timed",  # no figure of the timed engine is a measurement
         "speculation": speculation_body(config, stats),
     }
 

@@ -10,7 +10,7 @@ from dspark_ray.core.errors import RequestError
 
 # Parameters that never change the answer: any value is accepted.
 IGNORED = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"}
+    {"metadata", "prompt_cache_retention", "safety_identifier", "user"}
 )  # fmt: skip
 
 # Values that ask for nothing beyond what is always done; an absent or null parameter always passes.
@@ -34,11 +34,9 @@ NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "priority": (0,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "structured_outputs": (),

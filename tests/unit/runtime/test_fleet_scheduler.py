@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from dspark_ray.core.clock import ManualClock
-from dspark_ray.core.config import SchedulerConfig
+from dspark_ray.core.config import SchedulerConfig, TierConfig
 from dspark_ray.core.errors import ConfigError
-from dspark_ray.core.types import SurvivalReport
+from dspark_ray.core.types import ServiceTier, SurvivalReport
 from dspark_ray.runtime.fleet_scheduler import FleetScheduler
 from dspark_ray.scheduling.step_table import StepTable
 
@@ -105,6 +105,21 @@ def test_only_a_policy_with_a_cap_takes_one(clock: ManualClock, fleet: FleetSche
     plan = fleet.report(report()).plan
     assert plan is not None
     assert plan.draft_tokens_per_s is None
+
+
+def test_weighted_plans_carry_all_tiers_and_split_a_cap(clock: ManualClock) -> None:
+    config = SchedulerConfig(policy="weighted", tiers={ServiceTier.FLEX: TierConfig(weight=0.25)})
+    fleet = FleetScheduler("app", config, clock)
+    plan = fleet.report(report()).plan
+    assert plan is not None
+    assert [(one.tier, one.weight) for one in plan.tiers] == [
+        (ServiceTier.FLEX, 0.25),
+        (ServiceTier.DEFAULT, 1.0),
+        (ServiceTier.PRIORITY, 1.0),
+    ]
+    assert (plan.target_boost, plan.draft_tokens_per_s) == (8.0, None)
+    fleet.set_cap(30.0)
+    assert share(fleet, "a", 2) == pytest.approx(30.0)
 
 
 def test_the_same_configuration_keeps_the_cap_and_another_replaces_it(fleet: FleetScheduler) -> None:

@@ -3,7 +3,17 @@
 import msgpack
 import pytest
 
-from dspark_ray.core.types import FinishReason, Request, RequestOutput, RequestUsage, SamplingParams, StepPlan
+from dspark_ray.core.types import (
+    FinishReason,
+    Priority,
+    Request,
+    RequestOutput,
+    RequestUsage,
+    SamplingParams,
+    ServiceTier,
+    StepPlan,
+    TierTerms,
+)
 from dspark_ray.runtime.messages import (
     Abort,
     ApplyPlan,
@@ -27,9 +37,14 @@ FINAL = RequestOutput("r", (7, 8), FinishReason.STOP, USAGE)
 MESSAGES: list[Message] = [
     Submit(REQUEST, "tcp://127.0.0.1:2"),
     Submit(Request("q", (1,), SamplingParams()), ""),
+    Submit(Request("q", (1,), SamplingParams(), (), "", Priority(ServiceTier.FLEX, -2, 30.0), "chat 7"), ""),
     Abort("r"),
     ApplyPlan(StepPlan("a", 3, 4, "shared_cap", 12.5, 100.0)),
     ApplyPlan(StepPlan("a", 3, 4, "local")),
+    ApplyPlan(StepPlan("a", 3, 4, "lockstep", group_step_ms=12.5)),
+    ApplyPlan(
+        StepPlan("a", 3, 4, "weighted", tiers=(TierTerms(ServiceTier.FLEX, 0.5, 9.0),), target_boost=8.0)
+    ),
     Stop(),
     Tokens(9, "tcp://127.0.0.1:3", (Emission(0, RequestOutput("r", (1,))), Emission(5, FINAL))),
     Ends(9, (FINAL, RequestOutput("q", (), FinishReason.ERROR, error="why", step_failed=True))),

@@ -1,11 +1,12 @@
 """Sharing a cap: known answers, brute force over budgets, and shares that follow the cap."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from dspark_ray.core.types import FleetView, SurvivalReport
+from dspark_ray.core.types import FleetView, RowClaims, ServiceTier, SurvivalReport, TierTerms
 from dspark_ray.scheduling.fleet import FLEET_POLICIES, rate_options, share_cap
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
@@ -96,6 +97,53 @@ def test_the_plan_is_worth_what_brute_force_finds():
         assert sum(planned) == pytest.approx(cap)
         # 1% for preferring a split by demand, N / 1024 of the cap for the grid.
         assert worth >= 0.99 * best(cap * (1 - len(reports) / 1024)) - 1e-6
+
+
+def test_a_shared_cap_beats_an_even_split_by_what_brute_force_finds():
+    """One replica on a shallow table with likely tokens, one on a steep table with unlikely ones."""
+    fast = report("a", np.tile([0.9, 0.8, 0.7], (4, 1)), SMOOTH)
+    slow = report("b", np.tile([0.5, 0.25, 0.1], (4, 1)), STEEP)
+    curves = [throughputs(one) for one in (fast, slow)]
+    cap = 0.6 * max(curves[0][0])
+
+    def worth(split: list[float]) -> float:
+        return sum(
+            rate_options(one, TABLES[one.table_digest]).value_at(s)
+            for one, s in zip((fast, slow), split, strict=True)
+        )
+
+    best = max(
+        value[0][i] + value[1][j]
+        for usage, value in [tuple(zip(*curves, strict=True))]
+        for i, j in itertools.product(range(13), repeat=2)
+        if usage[0][i] + usage[1][j] <= cap
+    )
+    planned = worth(shares([fast, slow], cap))
+    assert planned >= 0.99 * best
+    assert planned > 1.05 * worth([cap / 2, cap / 2])
+
+
+def test_a_weighted_cap_is_worth_what_brute_force_finds():
+    """Utility over all lengths of two replicas; the heavier tier's replica gets the larger share."""
+    terms = tuple(TierTerms(tier, weight) for tier, weight in zip(ServiceTier, (0.25, 1.0, 4.0), strict=True))
+    scores = np.array([[0.8, 0.6], [0.7, 0.3]])
+    reports = []
+    for name, tier in (("a", 2), ("b", 0)):
+        claims = RowClaims(np.full(2, tier), np.zeros(2, dtype=np.float32))
+        reports.append(replace(report(name, scores, SMOOTH), claims=claims))
+    usage, value = throughputs(reports[0])
+    cap = usage[3]
+    view = FleetView(tuple(reports), dict(TABLES), cap, terms, 8.0)
+    first, second = FLEET_POLICIES.get("weighted")().plan(view, TABLES)
+    curve = rate_options(reports[0], SMOOTH)
+    worth = 4.0 * curve.value_at(first.draft_tokens_per_s) + 0.25 * curve.value_at(second.draft_tokens_per_s)
+    best = max(
+        4.0 * value[i] + 0.25 * value[j]
+        for i, j in itertools.product(range(5), repeat=2)
+        if usage[i] + usage[j] <= cap * (1 - 2 / 1024)
+    )
+    assert worth >= 0.99 * best
+    assert first.draft_tokens_per_s > 2 * second.draft_tokens_per_s
 
 
 def test_halving_a_cap_that_binds_halves_the_shares():

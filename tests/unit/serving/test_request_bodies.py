@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from dspark_ray.core.errors import RequestError
+from dspark_ray.core.types import Priority, ServiceTier
 from dspark_ray.serving.json_body import parse_object, read_body
 from dspark_ray.serving.messages import Message
 from dspark_ray.serving.parsing import ServedModel, parse_chat, parse_completion
@@ -40,6 +41,15 @@ MODEL = ServedModel("m", 64, CharTokenizer())
 
 def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": USER, **fields}
+
+
+def test_a_request_says_what_it_claims_and_which_session_it_belongs_to() -> None:
+    plain = parse_chat(chat(service_tier="auto"), MODEL).requests[0]
+    assert (plain.priority, plain.session_key) == (Priority(), "")
+    fields = {"service_tier": "priority", "priority": -3, "target_tokens_per_second": 30.5}
+    request = parse_chat(chat(**fields, prompt_cache_key="chat 7"), MODEL).requests[0]
+    assert request.priority == Priority(ServiceTier.PRIORITY, -3, 30.5)
+    assert request.session_key == "chat 7"
 
 
 def refused(body: dict[str, Any], parse: Any = parse_chat) -> RequestError:
@@ -105,6 +115,9 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         ({"messages": [{"role": "user", "content": "a", "reasoning_content": "b"}]}, "messages.0"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+        ({"service_tier": "scale"}, "service_tier"),
+        ({"priority": 9}, "priority"),
+        ({"target_tokens_per_second": 0}, "target_tokens_per_second"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"temperature": -0.1}, "temperature"),
