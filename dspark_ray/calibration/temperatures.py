@@ -1,7 +1,9 @@
 """The temperatures of a drafter's confidences, as an artefact on disk.
 
 A confidence belongs to one acceptance rule: under `rejection` it estimates 1 − TV of the two distributions,
-under `greedy` the agreement of their top tokens. Each rule has its own vector.
+under `greedy` the agreement of their top tokens, under `shared_noise` that of two draws with one noise. Each
+rule has its own vector; `shared_noise` takes that of `rejection` where it was not calibrated, which says too
+much: it accepts less (docs/method.md).
 """
 
 from dataclasses import dataclass, field
@@ -13,9 +15,10 @@ from numpy.typing import NDArray
 
 from dspark_ray.core.artefact import check_made_from, load_json, save_json
 from dspark_ray.core.errors import ArtefactError
+from dspark_ray.core.types import AcceptanceRule
 
 FORMAT = "dspark-temperatures/1"
-ACCEPTANCE_RULES = ("greedy", "rejection")
+ACCEPTANCE_RULES = tuple(rule.value for rule in AcceptanceRule)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +48,8 @@ class Temperatures:
 
     def for_rule(self, rule: str) -> NDArray[np.float64]:
         """[γ]; raises `ArtefactError` if this rule was not calibrated."""
+        if rule == AcceptanceRule.SHARED_NOISE and rule not in self.by_rule:
+            rule = AcceptanceRule.REJECTION
         if rule not in self.by_rule:
             raise ArtefactError(f"no temperatures for the acceptance rule {rule!r}; calibrate it")
         return self.by_rule[rule]

@@ -106,7 +106,9 @@ def _collect(
     from dspark_ray.core.types import SamplingParams
     from dspark_ray.training.evaluate import evaluate
 
-    sampling = SamplingParams(temperature=RULE_TEMPERATURES[rule], max_tokens=max_tokens, seed=seed)
+    sampling = SamplingParams(
+        temperature=RULE_TEMPERATURES[rule], max_tokens=max_tokens, seed=seed, shared_noise=False
+    )
     with step_progress(f"answering ({rule})", len(prompts)) as on_step:
         result = evaluate(local.engine, prompts, sampling, concurrency=concurrency, on_step=on_step)
     err.print(f"{rule}: {len(result.records)} drafts, τ {result.tau:.3f}")

@@ -44,7 +44,7 @@ def evaluate(
     read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
     local = load_engine(checked)
     items = read_prompts(prompts, local.tokenizer, limit)
-    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed, shared_noise=False)
     warm_up(local.engine, items[0].token_ids[:32])
     with step_progress("evaluating", len(items)) as on_step:
         result = run(

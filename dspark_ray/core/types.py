@@ -45,6 +45,14 @@ class ServiceTier(StrEnum):
 SERVICE_TIERS = tuple(ServiceTier)
 """Their order is their number in arrays."""
 
+class AcceptanceRule(StrEnum):
+    """What decides whether a draft token stands (docs/method.md); a confidence belongs to one of them."""
+
+    GREEDY = "greedy"
+    REJECTION = "rejection"
+    SHARED_NOISE = "shared_noise"
+
+
 MIN_TEMPERATURE = 1e-5
 
 
@@ -60,6 +68,10 @@ class SamplingParams:
     top_k: int | None = None
     min_p: float = 0.0
     seed: int | None = None
+    choice: int = 0  # its number among the choices of a prompt: each has noise of its own
+    # Whether a seeded request draws by shared noise. If not, the rejection rule draws from a seeded
+    # generator, and the text repeats only while drafts and load do: for measuring that rule.
+    shared_noise: bool = True
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -80,6 +92,14 @@ class SamplingParams:
         """Whether the likeliest token is taken: also where dividing by the temperature would overflow, and
         for top_k 1, so that it breaks ties as temperature 0 does."""
         return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
+    @property
+    def rule(self) -> AcceptanceRule:
+        """How its draft tokens are accepted."""
+        if self.greedy:
+            return AcceptanceRule.GREEDY
+        shares = self.seed is not None and self.shared_noise
+        return AcceptanceRule.SHARED_NOISE if shares else AcceptanceRule.REJECTION
 
 
 @dataclass(frozen=True, slots=True)

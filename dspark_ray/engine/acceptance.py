@@ -3,19 +3,25 @@
 The rejection rule (Leviathan et al. 2023; docs/method): x_k ~ q_k is accepted with probability
 min(1, p_k(x_k)/q_k(x_k)), left to right; at the first rejection the token is drawn from
 norm(max(0, p_k − q_k)); all accepted, one bonus token from the next p. Greedy is the same rule with
-one-hot p and q: a draft token stands iff it is the argmax. p is what a request's adjuster makes of the
-logits: a token that it forbids has p = 0 and is rejected by the same rule.
+one-hot p and q: a draft token stands iff it is the argmax. With shared noise (seeded requests) the target's
+token is the argmax of log p plus the noise of its place, and a draft token stands iff it is that one.
+
+p is what a request's adjuster makes of the logits: a token that it forbids has p = 0 and is rejected by
+the same rule.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from dspark_kernels.choose import argmax
+from dspark_kernels.noise import noisy_argmax
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark_ray.core.types import SamplingParams
+from dspark_ray.core.types import AcceptanceRule, SamplingParams
 from dspark_ray.models.adjust import Columns, LogitsAdjuster
 from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
 
@@ -30,6 +36,7 @@ class VerifyRequest:
     sampling: SamplingParams
     rng: np.random.Generator
     adjuster: LogitsAdjuster | None = None  # has seen the tokens up to the anchor
+    noise_keys: NDArray[np.int64] | None = None  # [ℓ + 1] of the rows' places, with the rule of shared noise
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +49,28 @@ class Verdict:
 
 def verify(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     """Verdicts in the order of `requests`. logits [M, V]; vocab_map [Vd] draft id → target id or None."""
-    plain = [i for i, r in enumerate(requests) if r.sampling.greedy and r.adjuster is None]
-    adjusted = [i for i, r in enumerate(requests) if r.sampling.greedy and r.adjuster is not None]
-    sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
+    groups: dict[Rule, list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(_rule_of(request), []).append(index)
     verdicts: list[Verdict | None] = [None] * len(requests)
-    for greedy in filter(None, (plain, adjusted)):
-        for index, verdict in zip(greedy, _verify_greedy(logits, [requests[i] for i in greedy]), strict=True):
-            verdicts[index] = verdict
-    if sampled:
-        chosen = _verify_sampled(logits, [requests[i] for i in sampled], vocab_map)
-        for index, verdict in zip(sampled, chosen, strict=True):
+    for rule, members in groups.items():
+        found = rule(logits, [requests[i] for i in members], vocab_map)
+        for index, verdict in zip(members, found, strict=True):
             verdicts[index] = verdict
     return [v for v in verdicts if v is not None]
+
+
+Rule = Callable[[Tensor, Seq[VerifyRequest], Tensor | None], list[Verdict]]
+
+
+def _rule_of(request: VerifyRequest) -> Rule:
+    match request.sampling.rule:
+        case AcceptanceRule.GREEDY:
+            return _verify_greedy if request.adjuster is None else _verify_adjusted_greedy
+        case AcceptanceRule.SHARED_NOISE:
+            return _verify_shared
+        case AcceptanceRule.REJECTION:
+            return _verify_sampled
 
 
 def _rows_of(requests: Seq[VerifyRequest]) -> list[int]:
@@ -71,17 +88,27 @@ def _adjusted_rows(logits: Tensor, requests: Seq[VerifyRequest]) -> Tensor:
     return rows
 
 
-def _verify_greedy(logits: Tensor, requests: Seq[VerifyRequest]) -> list[Verdict]:
-    if any(r.adjuster is not None for r in requests):
-        wanted = _adjusted_rows(logits, requests)
-    else:
-        rows = _rows_of(requests)
-        wanted = logits if len(rows) == logits.shape[0] else logits[rows]
-    best = argmax(wanted).tolist()
+def _verify_greedy(logits: Tensor, requests: Seq[VerifyRequest], _: Tensor | None) -> list[Verdict]:
+    rows = _rows_of(requests)
+    return _match(requests, argmax(logits if len(rows) == logits.shape[0] else logits[rows]))
+
+
+def _verify_adjusted_greedy(logits: Tensor, requests: Seq[VerifyRequest], _: Tensor | None) -> list[Verdict]:
+    return _match(requests, argmax(_adjusted_rows(logits, requests)))
+
+
+def _verify_shared(logits: Tensor, requests: Seq[VerifyRequest], _: Tensor | None) -> list[Verdict]:
+    keys = np.concatenate([r.noise_keys for r in requests if r.noise_keys is not None])
+    return _match(requests, noisy_argmax(_probs(logits, requests), torch.from_numpy(keys), None))
+
+
+def _match(requests: Seq[VerifyRequest], chosen: Tensor) -> list[Verdict]:
+    """A draft token stands iff it is the target's choice. chosen [M'] of the requests' rows"""
+    tokens = chosen.tolist()
     verdicts, start = [], 0
     for request in requests:
-        count = _leading_matches(request.draft_tokens, best[start:])
-        verdicts.append(Verdict(count, best[start + count]))
+        count = _leading_matches(request.draft_tokens, tokens[start:])
+        verdicts.append(Verdict(count, tokens[start + count]))
         start += len(request.draft_tokens) + 1
     return verdicts
 
@@ -94,9 +121,7 @@ def _leading_matches(draft: Seq[int], truth: Seq[int]) -> int:
 
 
 def _verify_sampled(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
-    owner = torch.tensor([i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)])
-    columns = sampling_rows([r.sampling for r in requests], logits.shape[1]).select(owner)
-    probs = filtered_probs(_adjusted_rows(logits, requests), columns)  # [M', V]
+    probs = _probs(logits, requests)  # [M', V]
     starts = np.cumsum([0, *(len(r.draft_tokens) + 1 for r in requests)])
     counts = [
         _num_accepted(probs[start : start + len(r.draft_tokens)], r, vocab_map)
@@ -109,6 +134,13 @@ def _verify_sampled(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Ten
     uniforms = torch.tensor([r.rng.random() for r in requests], dtype=torch.float64)
     tokens = sample_from(last_rows, uniforms).tolist()
     return [Verdict(count, token) for count, token in zip(counts, tokens, strict=True)]
+
+
+def _probs(logits: Tensor, requests: Seq[VerifyRequest]) -> Tensor:
+    """p of the requests' rows. → [M', V]"""
+    owner = torch.tensor([i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)])
+    columns = sampling_rows([r.sampling for r in requests], logits.shape[1]).select(owner)
+    return filtered_probs(_adjusted_rows(logits, requests), columns)
 
 
 def _num_accepted(probs: Tensor, request: VerifyRequest, vocab_map: Tensor | None) -> int:

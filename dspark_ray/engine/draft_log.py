@@ -5,7 +5,7 @@ Off unless someone sets `engine.draft_log = DraftLog()`; it grows until it is ta
 
 from dataclasses import dataclass, field
 
-from dspark_ray.core.types import FloatArray
+from dspark_ray.core.types import AcceptanceRule, FloatArray
 from dspark_ray.engine.sequence import Sequence
 
 
@@ -14,7 +14,7 @@ class DraftRecord:
     """One verified draft. Positions past `num_verified` are unknown unless one before was rejected."""
 
     request_id: str
-    greedy: bool  # which acceptance rule decided
+    rule: AcceptanceRule
     confidence_logits: FloatArray | None  # [γ]; None: the drafter has no confidence head
     num_verified: int
     num_accepted: int  # leading tokens that stood
@@ -34,7 +34,7 @@ class DraftLog:
         self.records.append(
             DraftRecord(
                 request_id=sequence.request.request_id,
-                greedy=sequence.greedy,
+                rule=sequence.request.sampling.rule,
                 confidence_logits=sequence.draft.confidence_logits,
                 num_verified=known,
                 num_accepted=min(num_accepted, num_emitted),

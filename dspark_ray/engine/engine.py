@@ -175,6 +175,7 @@ class Engine:
                     sampling=item.sequence.request.sampling,
                     rng=item.sequence.rng,
                     adjuster=item.sequence.adjuster,
+                    noise_keys=item.sequence.noise_keys(len(tokens) + 1),
                 )
             )
             row += len(tokens) + 1
@@ -289,7 +290,14 @@ class Engine:
         width = self.budget.draft_tokens()
         block = self.drafter.propose(
             [
-                DraftRequest(s.token_ids, s.blocks, s.request.sampling, s.rng.random(width), s.adjuster)
+                DraftRequest(
+                    s.token_ids,
+                    s.blocks,
+                    s.request.sampling,
+                    s.rng.random(width),
+                    s.adjuster,
+                    s.noise_keys(width),
+                )
                 for s in chosen
             ]
         )

@@ -4,10 +4,12 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.types import SERVICE_TIERS, FinishReason, FloatArray, Request, RequestUsage
 from dspark_ray.models.adjust import LogitsAdjuster
+from dspark_ray.models.noise import SharedNoise, shared_noise
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class Sequence:
     rng: np.random.Generator
     arrival: int  # order of arrival
     adjuster: LogitsAdjuster | None = None  # has seen the output so far
+    noise: SharedNoise | None = None  # with the rule of shared noise
     num_computed: int = 0  # leading tokens whose KV is in the cache
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0  # leading blocks known to the prefix cache
@@ -71,9 +74,9 @@ class Sequence:
         level = priority.level + (1 - SERVICE_TIERS.index(priority.tier))
         return self.arrival + LEVEL_ARRIVALS * level, self.arrival
 
-    @property
-    def greedy(self) -> bool:
-        return self.request.sampling.greedy
+    def noise_keys(self, count: int) -> NDArray[np.int64] | None:
+        """Of the next `count` output tokens; None without shared noise."""
+        return None if self.noise is None else self.noise.keys(self.num_output, count)
 
     def stale_survival(self) -> FloatArray | None:
         """Scores at least two steps old, or None: never the current block's."""
@@ -118,4 +121,5 @@ def new_sequence(request: Request, arrival: int, adjuster: LogitsAdjuster | None
         rng=np.random.Generator(np.random.Philox(entropy)),
         arrival=arrival,
         adjuster=adjuster,
+        noise=shared_noise(request),
     )

@@ -70,16 +70,22 @@ def _check_something_is_left(sampling: SamplingParams, ends: set[int]) -> None:
         )
 
 
-def _forbid(row: Tensor, found: Tensor, columns: Columns) -> None:
-    """Excludes columns [k] of a row [W], unless nothing of the whole vocabulary would be left.
+def _forbid(logits: Tensor, rows: list[int], token_ids: list[int], columns: Columns) -> None:
+    """Excludes token i in row i, for all [K], unless nothing of the whole vocabulary would be left there.
 
     That happens where rules contradict each other at some point of a text, e.g. a grammar that wants the
     word that is forbidden: a text must go on somehow, so the later rule gives way.
     """
-    before = row[found]
-    row[found] = FORBIDDEN
-    if columns.vocab_map is None and not bool((row > FORBIDDEN).any()):
-        row[found] = before
+    if not rows:
+        return
+    found, places = columns.find(torch.tensor(token_ids))
+    where = (torch.tensor(rows)[places], found)
+    before = logits[where]
+    logits[where] = FORBIDDEN
+    if columns.vocab_map is None:
+        is_dead = logits.amax(-1) == FORBIDDEN  # [n]
+        if bool(is_dead.any()):
+            logits[where] = torch.where(is_dead[where[0]], before, FORBIDDEN)
 
 
 class AllowedTokens:
@@ -108,11 +114,15 @@ class BadWords:
 
     def adjust(self, logits: Tensor, drafted: Sequence[int], columns: Columns) -> None:
         text = [*self._recent, *drafted]
-        for row, logits_row in enumerate(logits, start=len(text) - len(logits) + 1):
-            seen = tuple(text[:row])
+        num_rows = len(logits)
+        rows: list[int] = []
+        token_ids: list[int] = []
+        for row in range(num_rows):
+            seen = tuple(text[: len(text) - num_rows + 1 + row])
             last = [w[-1] for w in self._words if len(w) == 1 or seen[-len(w) + 1 :] == w[:-1]]
-            if last:
-                _forbid(logits_row, columns.find(torch.tensor(last))[0], columns)
+            rows += [row] * len(last)
+            token_ids += last
+        _forbid(logits, rows, token_ids, columns)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         self._recent = [*self._recent, *token_ids][-self._num_kept :] if self._num_kept else []
@@ -123,13 +133,13 @@ class MinTokens:
 
     def __init__(self, min_tokens: int, ends: Sequence[int]) -> None:
         self._missing = min_tokens
-        self._ends = torch.tensor(ends)
+        self._ends = list(ends)
 
     def adjust(self, logits: Tensor, drafted: Sequence[int], columns: Columns) -> None:
-        found, _ = columns.find(self._ends)
-        for row, logits_row in enumerate(logits, start=len(drafted) - len(logits) + 1):
-            if row < self._missing:
-                _forbid(logits_row, found, columns)
+        num_before = len(drafted) - len(logits) + 1  # tokens of the block before the first row
+        num_rows = max(0, min(len(logits), self._missing - num_before))
+        rows = [row for row in range(num_rows) for _ in self._ends]
+        _forbid(logits, rows, self._ends * num_rows, columns)
 
     def commit(self, token_ids: Sequence[int]) -> None:
         self._missing -= len(token_ids)

@@ -130,7 +130,9 @@ class SelfWriter:
         request_id = str(self._count)
         self._count += 1
         seed = int(self._rng.integers(2**62))
-        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+        sampling = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, seed=seed, shared_noise=False
+        )
         self._engine.add_request(Request(request_id, prompt, sampling))
         self._tokens[request_id] = []
         return request_id

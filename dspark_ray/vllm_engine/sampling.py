@@ -10,7 +10,6 @@ from dspark_ray.core.types import Request, SamplingParams
 _SAME = (
     "top_p",
     "min_p",
-    "seed",
     "ignore_eos",
     "presence_penalty",
     "frequency_penalty",
@@ -18,6 +17,8 @@ _SAME = (
 )
 _TRANSLATED = (
     "temperature",
+    "seed",
+    "choice",
     "top_k",
     "max_tokens",
     "min_tokens",
@@ -44,6 +45,8 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         )
     return {name: getattr(sampling, name) for name in _SAME} | {
         "temperature": 0.0 if sampling.greedy else sampling.temperature,
+        # vLLM's seeds know no choices.
+        "seed": None if sampling.seed is None else sampling.seed + sampling.choice,
         "top_k": sampling.top_k or 0,
         "max_tokens": sampling.max_tokens - num_emitted,
         "min_tokens": max(0, sampling.min_tokens - num_emitted),

@@ -42,6 +42,7 @@ class CpuOps:
             library, "dspark_attention", _INT, *[_POINTER] * 9, *[_LONG] * 8, _FLOAT, _INT
         )
         self._argmax = _bind(library, "dspark_argmax", _INT, _POINTER, _POINTER, _LONG, _LONG, _INT)
+        self._noisy = _bind(library, "dspark_noisy_argmax", *[_POINTER] * 4, _LONG, _LONG, _INT)
         self._chain = _bind(library, "dspark_markov_chain", _INT, *[_POINTER] * 7, *[_LONG] * 4, _INT)
 
         library.dspark_has_linear.restype = _INT
@@ -108,6 +109,23 @@ class CpuOps:
         x = x.contiguous()
         out = torch.empty(len(x), dtype=torch.int64)
         self._argmax(TYPES[x.dtype], out.data_ptr(), x.data_ptr(), *x.shape, torch.get_num_threads())
+        return out
+
+    def noisy_argmax(self, probs: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
+        assert keys.dtype == torch.int64
+        assert ids is None or ids.dtype == torch.int64
+        if probs.dtype != torch.float32:
+            return torch_ops.noisy_argmax(probs, keys, ids)
+        probs, keys = probs.contiguous(), keys.contiguous()
+        out = torch.empty(len(probs), dtype=torch.int64)
+        self._noisy(
+            out.data_ptr(),
+            probs.data_ptr(),
+            keys.data_ptr(),
+            None if ids is None else ids.contiguous().data_ptr(),
+            *probs.shape,
+            torch.get_num_threads(),
+        )
         return out
 
     def markov_chain(

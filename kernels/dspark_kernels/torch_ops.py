@@ -17,6 +17,7 @@ __all__ = [
     "block_attention",
     "k_rope_store",
     "markov_chain",
+    "noisy_argmax",
     "paged_attention",
     "qkv_rope",
     "qkv_rope_store",
@@ -43,6 +44,28 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def argmax(x: Tensor) -> Tensor:
     return x.argmax(dim=-1)
+
+
+_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as in csrc/noise.h
+
+
+def noisy_argmax(probs: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
+    if ids is None:
+        ids = torch.arange(probs.shape[1], device=probs.device)
+    hashed = _mix(keys[:, None] + (ids + 1) * _GOLDEN)  # int64 wraps, as the unsigned numbers do
+    uniform = (_shift(hashed, 12).double() + 0.5) * 2.0**-52
+    return (-uniform.log() / probs.double()).argmin(dim=-1)
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Right, filled with zeros: torch's own shift copies the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def markov_chain(

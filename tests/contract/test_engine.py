@@ -335,12 +335,21 @@ def test_a_vanishing_temperature_is_greedy(checkpoint: Path, temperature: float)
     assert run(engine, [item])["0"] == plain_texts()["0"]
 
 
-def test_seeded_sampling_repeats(checkpoint: Path) -> None:
-    texts = []
-    for _ in range(2):
-        engine = tiny_engine(checkpoint, vocab_size=VOCAB)
-        texts.append(run(engine, [request("0", [1, 2], temperature=1.0, seed=5, max_tokens=30)]))
-    assert texts[0] == texts[1]
+def test_noise_differs_by_seed_choice_and_prompt(checkpoint: Path) -> None:
+    engine = tiny_engine(checkpoint, vocab_size=VOCAB)
+    sampling = {"temperature": 50.0, "max_tokens": 30}  # almost uniform: what is drawn is the noise
+    texts = run(
+        engine,
+        [
+            request("first", [1, 2], seed=5, **sampling),
+            request("again", [1, 2], seed=5, **sampling),
+            request("seed", [1, 2], seed=6, **sampling),
+            request("choice", [1, 2], seed=5, choice=1, **sampling),
+            request("prompt", [1, 3], seed=5, **sampling),
+        ],
+    )
+    assert texts["first"] == texts["again"]
+    assert len({tuple(text) for text in texts.values()}) == 4
 
 
 def test_a_plan_caps_the_draft_tokens_until_it_expires(checkpoint: Path) -> None:

@@ -414,3 +414,36 @@ def test_markov_chain(cpu: CpuOps, dtype: torch.dtype, requests: int, rank: int,
         assert torch.equal(found[1], expected[1])
     flipped = cpu.markov_chain(base, w1, -w2, anchors, None)[0]
     assert not torch.equal(flipped, cpu.markov_chain(base, w1, w2, anchors, None)[0])
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000, 5000])
+def test_noisy_argmax(cpu: CpuOps, size: int) -> None:
+    """The compiled version passes over most tokens without looking at their noise: it must find the same."""
+    probs = torch.softmax(torch.randn(40, size) * torch.linspace(0.1, 20, 40)[:, None], dim=-1)
+    probs[::3, size // 2 + 1 :] = 0.0
+    keys = torch.randint(-(2**63), 2**63 - 1, (40,))
+    ids = torch.randperm(9 * size)[:size]
+    for columns in (None, ids):
+        found = cpu.noisy_argmax(probs, keys, columns)
+        assert torch.equal(found, torch_ops.noisy_argmax(probs, keys, columns))
+        assert (probs.gather(1, found[:, None]) > 0).all()
+
+
+def test_noise_belongs_to_key_and_id() -> None:
+    """A part of a vocabulary, in any order, meets the noise its tokens have in the whole."""
+    probs, keys = torch.rand(50, 64), torch.arange(50)
+    whole = torch_ops.noisy_argmax(probs, keys, None)
+    order = torch.randperm(64)
+    assert torch.equal(order[torch_ops.noisy_argmax(probs[:, order], keys, order)], whole)
+    assert not torch.equal(torch_ops.noisy_argmax(probs, keys + 1, None), whole)
+
+
+def test_noisy_argmax_draws_from_p(cpu: CpuOps) -> None:
+    probs = torch.tensor([0.5, 0.25, 0.15, 0.0, 0.08, 0.02])
+    count = 60_000
+    drawn = cpu.noisy_argmax(probs.repeat(count, 1), torch.arange(count) * 7919, None)
+    observed = torch.bincount(drawn, minlength=6).double()
+    kept = probs > 0
+    expected = probs[kept].double() * count
+    assert observed[3] == 0
+    assert float(((observed[kept] - expected).square() / expected).sum()) < 4 + 4 * 8**0.5  # χ² of 4 degrees

@@ -131,7 +131,7 @@ def test_the_draft_log_says_what_the_counters_say(checkpoint: Path) -> None:
     assert sum(record.num_accepted for record in records) == engine.counters.accepted_tokens
     assert sum(record.num_verified for record in records) == engine.counters.verified_tokens
     assert all(record.confidence_logits is not None for record in records)
-    assert all(record.greedy for record in records)
+    assert all(record.rule == "greedy" for record in records)
 
 
 def test_subtract_and_distinct() -> None:

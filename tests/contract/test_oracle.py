@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dspark_kernels.torch_ops import noisy_argmax
 
 from dspark_ray.core.types import Request
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.adjust import Columns
+from dspark_ray.models.noise import shared_noise
+from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.token_rules import token_rules
 from tests.reference import dense_logits
 from tests.tiny_engine import collect, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
@@ -39,6 +42,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "logit_bias": ((EOS, 2.0), (8, 1.0)),
         "bad_words": ((3,), (8, 8)),
         "min_tokens": 9,
+    },
+    "seeded": {"temperature": 1.0, "seed": 7},
+    "seeded, filtered": {"temperature": 1.5, "seed": 7, "top_p": 0.9, "top_k": 12, "min_p": 0.02},
+    "seeded, everything": {
+        "temperature": 0.8,
+        "seed": -3,
+        "choice": 1,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((4, 1.0),),
+        "bad_words": ((3,), (4, 4)),
+        "min_tokens": 7,
+        "stop_token_ids": (8,),
     },
 }
 PER_SETTING = 2
@@ -73,7 +89,7 @@ def plain() -> dict[str, list[int]]:
 
 
 def test_the_oracle_itself_is_the_definition(plain: dict[str, list[int]]) -> None:
-    """One dense forward a token, and the rules over the whole text so far."""
+    """One dense forward a token, the rules over the whole text so far, and the noise of the place."""
     target = tiny_decoder(VOCAB)
     for item in requests()[::PER_SETTING]:
         text = plain[item.request_id]
@@ -83,7 +99,11 @@ def test_the_oracle_itself_is_the_definition(plain: dict[str, list[int]]) -> Non
             if adjuster is not None:
                 adjuster.commit(text[:position])
                 adjuster.adjust(row.unsqueeze(0), [], Columns())
-            assert int(row.argmax()) == text[position]
+            chosen, noise = row.argmax(), shared_noise(item)
+            if noise is not None:
+                probs = filtered_probs(row.unsqueeze(0), sampling_rows([item.sampling], VOCAB))
+                chosen = noisy_argmax(probs, torch.from_numpy(noise.keys(position, 1)), None)
+            assert int(chosen) == text[position]
     assert len({tuple(text) for text in plain.values()}) > len(SETTINGS)  # the settings matter
 
 

@@ -66,8 +66,9 @@ def test_the_second_token_of_the_latest_arrival_keeps_its_law(mode: str) -> None
     verified = 0
     for run in range(NUM_RUNS):
         engine = scarce_engine(target, mode)
-        engine.add_request(request("A", PROMPTS["A"], temperature=1.0, max_tokens=8, seed=10**6 + run))
-        engine.add_request(request("B", PROMPTS["B"], temperature=1.0, max_tokens=6, seed=run))
+        rejection = {"temperature": 1.0, "shared_noise": False}
+        engine.add_request(request("A", PROMPTS["A"], max_tokens=8, seed=10**6 + run, **rejection))
+        engine.add_request(request("B", PROMPTS["B"], max_tokens=6, seed=run, **rejection))
         texts: dict[str, list[int]] = {"A": [], "B": []}
         while len(texts["B"]) < 2:
             collect(engine.step(), texts)

@@ -35,9 +35,10 @@ class DraftRequest:
     sampling: SamplingParams
     # [n] in [0, 1): the randomness of the drafted tokens. n ≤ γ tokens are wanted, for all requests alike.
     uniforms: NDArray[np.float64]
-    adjuster: LogitsAdjuster | None = (
-        None  # shapes the logits of each slot, given the drafted tokens before it
-    )
+    # Shapes the logits of each slot, given the drafted tokens before it.
+    adjuster: LogitsAdjuster | None = None
+    # With shared noise, of the places to draft [n]: a token drawn with it is the target's own more often.
+    noise_keys: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)

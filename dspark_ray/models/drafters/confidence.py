@@ -1,15 +1,15 @@
 """From confidence logits to calibrated chances: c_k = σ(logit_k / T_k), T by acceptance rule."""
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dspark_ray.calibration.temperatures import Temperatures
 from dspark_ray.core.digest import sha256_file
 from dspark_ray.core.errors import ArtefactError
-from dspark_ray.core.types import FloatArray
+from dspark_ray.core.types import AcceptanceRule, FloatArray
 
 log = logging.getLogger(__name__)
 
@@ -21,14 +21,12 @@ class CalibratedConfidence:
     """A checkpoint's temperatures, or T = 1 where it has none."""
 
     def __init__(self, temperatures: Temperatures, source: str) -> None:
-        self._greedy = temperatures.for_rule("greedy")  # [γ]
-        self._rejection = temperatures.for_rule("rejection")  # [γ]
+        self._by_rule = {rule: temperatures.for_rule(rule) for rule in AcceptanceRule}  # rule → [γ]
         self.source = source
 
-    def __call__(self, logits: FloatArray, greedy: NDArray[np.bool_]) -> FloatArray:
-        """logits [R, γ] and whether each request is greedy [R] → [R, γ] in (0, 1)."""
-        gamma = logits.shape[1]
-        temperature = np.where(greedy[:, None], self._greedy[:gamma], self._rejection[:gamma])
+    def __call__(self, logits: FloatArray, rules: Sequence[AcceptanceRule]) -> FloatArray:
+        """logits [R, γ] and each request's rule [R] → [R, γ] in (0, 1)."""
+        temperature = np.stack([self._by_rule[rule] for rule in rules])[:, : logits.shape[1]]
         scaled = np.clip(logits / temperature, -_MAX_LOGIT, _MAX_LOGIT)
         return (1.0 / (1.0 + np.exp(-scaled))).astype(np.float32)
 

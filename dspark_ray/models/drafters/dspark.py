@@ -19,7 +19,6 @@ from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.core.types import FloatArray
-from dspark_ray.models.adjust import Columns, adjust_draft_row
 from dspark_ray.models.drafters.base import (
     DRAFTERS,
     ContextRows,
@@ -28,12 +27,12 @@ from dspark_ray.models.drafters.base import (
     DraftRequest,
     Outcome,
 )
+from dspark_ray.models.drafters.chain import SlotChooser
 from dspark_ray.models.drafters.checkpoint import load_checkpoint
 from dspark_ray.models.drafters.confidence import load_confidence
 from dspark_ray.models.drafters.network import DSparkConfig
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.rope import build_rope
-from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
 
 
@@ -194,10 +193,8 @@ class DSparkDrafter:
         base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, n, Vd]
         chain = self._chain(base, requests)
         confidence_logits = self._confidence_logits(hidden, chain.previous)
-        greedy = np.array([r.sampling.greedy for r in requests])
-        # Where nothing is allowed, a token stands in that is sure to be rejected: to draft fewer tokens
-        # would tell the search over budgets about the values of those before.
-        confidences = self._confidence(confidence_logits, greedy) * chain.open_slots.numpy()
+        rules = [r.sampling.rule for r in requests]
+        confidences = self._confidence(confidence_logits, rules) * chain.open_slots.numpy()
         return DraftBlock(
             token_ids=chain.token_ids.tolist(),
             confidences=confidences,
@@ -253,38 +250,18 @@ class DSparkDrafter:
         return _Chain(tokens, previous, open_slots, nothing)
 
     def _stepwise_chain(self, base: Tensor, anchors: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
-        """Slot by slot: logits as the adjusters leave them, then the argmax or a draw from q.
-
-        q is the distribution after the request's own temperature and filters.
-        """
-        heads, columns = self.heads, Columns(self.vocab_map)
-        sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
-        filters = sampling_rows([requests[i].sampling for i in sampled], base.shape[-1])
-        uniforms = torch.from_numpy(np.stack([r.uniforms for r in requests]))[sampled]  # [S, γ]
-        drafted: list[list[int]] = [[] for _ in requests]
-        open_slots = torch.ones(base.shape[:2], dtype=torch.bool)
-        token, previous, probs = anchors, [], []
+        """Slot by slot, for requests that draw or whose logits are shaped."""
+        heads, chooser = self.heads, SlotChooser(requests, self.vocab_map, base.shape[-1])
+        token, previous = anchors, []
         for slot in range(base.shape[1]):
             previous.append(token)
             logits = base[:, slot].to(torch.float32, copy=True)
             if heads.w1 is not None and heads.w2 is not None:
                 logits += heads.w1[token].float() @ heads.w2.float()
-            for row, request in enumerate(requests):
-                if request.adjuster is not None:
-                    open_slots[row, slot] = adjust_draft_row(
-                        logits[row], request.adjuster, drafted[row], columns
-                    )
-            chosen = argmax(logits)
-            if sampled:
-                probs.append(filtered_probs(logits[sampled], filters))
-                chosen[sampled] = sample_from(probs[-1], uniforms[:, slot])
-            token = chosen if heads.vocab_map is None else heads.vocab_map[chosen]
-            for row, value in enumerate(token.tolist()):
-                drafted[row].append(value)
-        draft_probs: list[Tensor | None] = [None] * len(requests)
-        for index, row in enumerate(sampled):
-            draft_probs[row] = torch.stack([p[index] for p in probs])  # [γ, Vd]
-        return _Chain(torch.tensor(drafted), torch.stack(previous, dim=1), open_slots, draft_probs)
+            token = chooser.choose(logits)
+        return _Chain(
+            chooser.token_ids(), torch.stack(previous, dim=1), chooser.open_slots(), chooser.draft_probs()
+        )
 
     def _confidence_logits(self, hidden: Tensor, previous: Tensor) -> FloatArray:
         """w·[h_k; W1[x_{k−1}]] + b. hidden [R, γ, H], previous [R, γ] → [R, γ] float32"""
@@ -301,8 +278,8 @@ class _Chain:
 
     token_ids: Tensor  # [R, γ] target ids
     previous: Tensor  # [R, γ] the token before each
-    open_slots: Tensor  # [R, γ] whether any token that can be drafted is allowed there
-    draft_probs: Sequence[Tensor | None]  # R × [γ, Vd]; None: greedy, one-hot
+    open_slots: Tensor  # [R, γ] whether any token that can be drafted is allowed there (chain.py)
+    draft_probs: Sequence[Tensor | None]  # R × [γ, Vd]; None: one-hot
 
 
 def _check_fits(config: DSparkConfig, target: Decoder, context: DrafterContext) -> None:

@@ -17,6 +17,7 @@
 #include "choose.h"
 #include "linear.h"
 #include "linear_amx.h"
+#include "noise.h"
 
 namespace {
 
@@ -190,6 +191,11 @@ void dspark_markov_chain(int type, void* ids, void* previous, const void* base, 
   else
     choose::markov_chain((int64_t*)ids, (int64_t*)previous, (const float*)base, (const float*)w1, (const float*)w2,
                          (const int64_t*)anchors, (const int64_t*)vocab_map, requests, slots, rank, vocab, threads);
+}
+
+void dspark_noisy_argmax(void* out, const void* probs, const void* keys, const void* ids, int64_t rows, int64_t size,
+                         int threads) {
+  noise::draw_rows((int64_t*)out, (const float*)probs, (const int64_t*)keys, (const int64_t*)ids, rows, size, threads);
 }
 
 // Whether dspark_linear and dspark_linear_int8 do anything on this CPU.

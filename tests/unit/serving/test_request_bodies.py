@@ -230,7 +230,7 @@ def test_sampling_parameters_arrive() -> None:
     )
     first, second = (request.sampling for request in job.requests)
     assert (first.temperature, first.top_p, first.top_k, first.min_p) == (0.0, 0.5, None, 0.1)
-    assert (first.seed, second.seed) == (7, 8)
+    assert (first.seed, first.choice, second.seed, second.choice) == (7, 0, 7, 1)
     assert (job.text.stop, first.stop_token_ids) == (("x",), (3,))
     assert len({request.request_id for request in job.requests}) == 2
 

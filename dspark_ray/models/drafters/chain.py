@@ -1,0 +1,75 @@
+"""Choosing a block's tokens slot by slot, for requests of every kind together."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from dspark_kernels.choose import argmax
+from dspark_kernels.noise import noisy_argmax
+from torch import Tensor
+
+from dspark_ray.models.adjust import Columns, adjust_draft_row
+from dspark_ray.models.drafters.base import DraftRequest
+from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
+
+
+class SlotChooser:
+    """Logits as the requests' adjusters leave them, then the argmax, or a draw from q.
+
+    q is the distribution after the request's own temperature and filters; with shared noise the draw takes
+    the noise of the place that is drafted. Call `choose` once for each slot, left to right.
+    """
+
+    def __init__(self, requests: Sequence[DraftRequest], vocab_map: Tensor | None, output_size: int) -> None:
+        self._requests, self._vocab_map = requests, vocab_map
+        self._columns = Columns(vocab_map)
+        self._shared = [i for i, r in enumerate(requests) if r.noise_keys is not None]
+        self._drawn = [i for i, r in enumerate(requests) if not r.sampling.greedy and r.noise_keys is None]
+        self._shared_filters = sampling_rows([requests[i].sampling for i in self._shared], output_size)
+        self._drawn_filters = sampling_rows([requests[i].sampling for i in self._drawn], output_size)
+        uniforms = np.stack([r.uniforms for r in requests])
+        self._uniforms = torch.from_numpy(uniforms)[self._drawn]  # [D, n]
+        keys = [r.noise_keys for r in requests if r.noise_keys is not None]
+        self._keys = torch.from_numpy(np.array(keys, dtype=np.int64))  # [S, n]
+        self._drafted: list[list[int]] = [[] for _ in requests]
+        self._open_slots = torch.ones(uniforms.shape, dtype=torch.bool)
+        self._probs: list[Tensor] = []  # per slot [D, Vd]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next slot's tokens. logits [R, Vd] fp32, changed in place by adjusters → target ids [R]"""
+        slot = len(self._drafted[0])
+        for row, request in enumerate(self._requests):
+            if request.adjuster is not None:
+                self._open_slots[row, slot] = adjust_draft_row(
+                    logits[row], request.adjuster, self._drafted[row], self._columns
+                )
+        chosen = argmax(logits)
+        if self._shared:
+            probs = filtered_probs(logits[self._shared], self._shared_filters)
+            chosen[self._shared] = noisy_argmax(probs, self._keys[:, slot], self._vocab_map)
+        if self._drawn:
+            self._probs.append(filtered_probs(logits[self._drawn], self._drawn_filters))
+            chosen[self._drawn] = sample_from(self._probs[-1], self._uniforms[:, slot])
+        tokens = chosen if self._vocab_map is None else self._vocab_map[chosen]
+        for drafted, token in zip(self._drafted, tokens.tolist(), strict=True):
+            drafted.append(token)
+        return tokens
+
+    def token_ids(self) -> Tensor:
+        """What was chosen. [R, n] target ids"""
+        return torch.tensor(self._drafted)
+
+    def open_slots(self) -> Tensor:
+        """Whether any token that can be drafted was allowed. [R, n] bool
+
+        Where none was, a token stands in that is sure to be rejected, to be given no chance: to draft fewer
+        tokens would tell the search over budgets about the values of those before.
+        """
+        return self._open_slots
+
+    def draft_probs(self) -> list[Tensor | None]:
+        """q of each request [n, Vd] that the rejection rule needs it of; None: one-hot."""
+        probs: list[Tensor | None] = [None] * len(self._requests)
+        for index, row in enumerate(self._drawn):
+            probs[row] = torch.stack([by_slot[index] for by_slot in self._probs])
+        return probs

@@ -1,0 +1,45 @@
+// Draws with noise that belongs to a place and a token: argmax of log p + Gumbel noise, as argmin of E / p with E = −log u
+// and u from a hash of the row's key and the token id.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include <omp.h>
+
+namespace noise {
+
+// splitmix64 (Steele, Lea and Flood 2014).
+inline uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+// 52 bits, so that u is neither 0 nor 1.
+inline double uniform(uint64_t key, uint64_t id) {
+  return ((double)(mix(key + (id + 1) * 0x9e3779b97f4a7c15u) >> 12) + 0.5) * 0x1p-52;
+}
+
+// E ≥ 1 − u ≥ 2^−53: most tokens are passed over without a logarithm, the unlikeliest without a hash.
+inline int64_t draw(const float* probs, uint64_t key, const int64_t* ids, int64_t size) {
+  double best = INFINITY;
+  int64_t found = 0;
+  for (int64_t i = 0; i < size; i++) {
+    double p = probs[i];
+    if (!(p > 0) || best * p <= 0x1p-54) continue;
+    double u = uniform(key, (uint64_t)(ids ? ids[i] : i));
+    if (1 - u > best * p) continue;
+    double cost = -std::log(u) / p;
+    if (cost < best) best = cost, found = i;
+  }
+  return found;
+}
+
+inline void draw_rows(int64_t* out, const float* probs, const int64_t* keys, const int64_t* ids, int64_t rows,
+                      int64_t size, int threads) {
+#pragma omp parallel for num_threads(rows * size < 65536 ? 1 : threads)
+  for (int64_t n = 0; n < rows; n++) out[n] = draw(probs + n * size, (uint64_t)keys[n], ids, size);
+}
+
+}  // namespace noise
