@@ -45,6 +45,7 @@ class ServiceTier(StrEnum):
 SERVICE_TIERS = tuple(ServiceTier)
 """Their order is their number in arrays."""
 
+
 class AcceptanceRule(StrEnum):
     """What decides whether a draft token stands (docs/method.md); a confidence belongs to one of them."""
 
@@ -82,6 +83,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
+    max_draft_tokens: int | None = None  # verified in a step, at most; 0: the request is never drafted
+    logprobs: int | None = None  # how many alternatives are reported with each output token's; None: nothing
+    prompt_logprobs: int | None = None  # likewise for the prompt, whose cached prefix is then computed anew
 
     @property
     def has_penalties(self) -> bool:
@@ -147,6 +151,22 @@ class RequestUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token on its own."""
+
+    text: str  # with U+FFFD where it is only part of a character
+    data: bytes  # what it really stands for
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token under the target's own distribution at its place: before temperature, rules and filters."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log-probability) of the likeliest, descending
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The tokens one step emitted for one request; `finish_reason` and `usage` are set on the last."""
 
@@ -156,6 +176,8 @@ class RequestOutput:
     usage: RequestUsage | None = None
     error: str = ""  # set with FinishReason.ERROR
     step_failed: bool = False  # with ERROR: a step that held this request raised, it may be the cause
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token: of the prompt's second to last
 
 
 @dataclass(slots=True)

@@ -133,7 +133,9 @@ class Admission:
 
     def _start(self, sequence: Sequence) -> bool:
         """Moves the first waiting request to running if its prompt fits without preempting anyone."""
-        matched = self.pool.match_prefix(sequence.token_ids)
+        # A cached prefix has no logits: who wants its log-probabilities computes it again.
+        searched = [] if sequence.num_prompt_logprobs_missing else sequence.token_ids
+        matched = self.pool.match_prefix(searched)
         extra = self.pool.blocks_for(len(sequence.token_ids)) - len(matched)
         taken = self.pool.take(extra)
         if taken is None:

@@ -70,7 +70,9 @@ class BudgetPlanner:
             old = sequence.stale_survival()
             stale[row] = self._prior if old is None else old
             # ℓ drafts emit up to ℓ + 1 tokens; more than what may still be emitted is waste.
-            max_lens[row] = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1, room[row])
+            longest = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1, room[row])
+            limit = sequence.request.sampling.max_draft_tokens
+            max_lens[row] = longest if limit is None else min(longest, limit)
         cost_ms = self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum()))
         cap_tokens = self._cap(count, load, now_ms)
         if self.group_step_ms is not None and self.table is not None:
@@ -103,7 +105,9 @@ class BudgetPlanner:
             return []
         if self.mode is VerificationMode.FIXED and self._config.fixed_tokens == 0:
             return []
-        candidates = [s for s in decoding if s.remaining_tokens > 1]
+        candidates = [
+            s for s in decoding if s.remaining_tokens > 1 and s.request.sampling.max_draft_tokens != 0
+        ]
         if self.mode is not VerificationMode.ADAPTIVE:
             return candidates
         if not self._speculation_pays(candidates, load, self._claims(candidates)):

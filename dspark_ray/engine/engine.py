@@ -32,6 +32,7 @@ from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
+from dspark_ray.engine.logprobs import prompt_logprobs, token_logprobs
 from dspark_ray.engine.recent import RecentSteps, StepRecord
 from dspark_ray.engine.sequence import Draft, Sequence
 from dspark_ray.models.adjust import AdjusterFactory
@@ -190,9 +191,11 @@ class Engine:
         outputs: list[RequestOutput] = []
         outcomes: list[Outcome] = []
         kept_rows: list[np.ndarray] = []
-        first_row = 0
+        first_row = first_logits = 0
         for item, verdict in zip(batch.work, verdicts, strict=True):
-            sequence = item.sequence
+            sequence, draft_tokens = item.sequence, item.draft_tokens
+            if sequence.num_prompt_logprobs_missing:
+                self._note_prompt_logprobs(item, forwarded.output.hidden[first_row:])
             accepted = verdict.num_accepted if verdict else 0
             # Rows of rejected tokens stay out of the context; their KV is overwritten by later rows.
             committed = 1 + accepted if item.decoding else item.num_rows
@@ -201,9 +204,9 @@ class Engine:
             sequence.num_computed += committed
             emitted: list[int] = []
             if verdict is not None:
-                emitted = self._emit(sequence, [*item.draft_tokens[:accepted], verdict.next_token])
+                emitted = self._emit(sequence, [*draft_tokens[:accepted], verdict.next_token])
             if item.decoding:
-                outcome = Outcome(len(item.draft_tokens), min(accepted, len(emitted)))
+                outcome = Outcome(len(draft_tokens), min(accepted, len(emitted)))
                 outcomes.append(outcome)
                 if self.draft_log is not None and sequence.draft is not None:
                     self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
@@ -211,7 +214,10 @@ class Engine:
             self._register_prefix(sequence)
             if emitted:
                 self.counters.emitted_tokens += len(emitted)
-                outputs.append(self._output(sequence, emitted))
+                logits = forwarded.logits[first_logits : first_logits + len(emitted)]
+                outputs.append(self._output(sequence, emitted, logits))
+            if verdict is not None:
+                first_logits += len(draft_tokens) + 1
         if self.drafter is not None:
             rows = torch.from_numpy(np.concatenate(kept_rows))
             self.drafter.commit(
@@ -269,15 +275,35 @@ class Engine:
             sequence.prefix_identity,
         )
 
-    def _output(self, sequence: Sequence, emitted: list[int]) -> RequestOutput:
-        """The step's output; a finished request leaves the engine here."""
-        request_id = sequence.request.request_id
+    def _note_prompt_logprobs(self, item: Work, hidden: Tensor) -> None:
+        """What a chunk says of the prompt tokens after its rows. hidden [≥ num_rows, H], its own first"""
+        sequence = item.sequence
+        known, computed = len(sequence.prompt_logprobs), sequence.num_computed
+        end = min(computed + item.num_rows, sequence.num_prompt - 1)  # rows that a prompt token follows
+        if computed <= known < end:  # after a preemption, rows come again
+            sequence.prompt_logprobs += prompt_logprobs(
+                hidden[known - computed : end - computed],
+                self.target.logits,
+                sequence.token_ids[known + 1 : end + 1],
+                sequence.request.sampling.prompt_logprobs or 0,
+            )
+
+    def _output(self, sequence: Sequence, emitted: list[int], logits: Tensor) -> RequestOutput:
+        """The step's output; a finished request leaves the engine here. logits [len(emitted), V]"""
+        request, num_top = sequence.request, sequence.request.sampling.logprobs
+        is_first = sequence.num_output == len(emitted)
+        output = RequestOutput(
+            request.request_id,
+            tuple(emitted),
+            logprobs=() if num_top is None else tuple(token_logprobs(logits, emitted, num_top)),
+            prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
+        )
         if sequence.finish_reason is None:
-            return RequestOutput(request_id, tuple(emitted))
-        del self._sequences[request_id]
+            return output
+        del self._sequences[request.request_id]
         self.admission.drop(sequence)
         self._num_finished += 1
-        return RequestOutput(request_id, tuple(emitted), sequence.finish_reason, sequence.usage())
+        return replace(output, finish_reason=sequence.finish_reason, usage=sequence.usage())
 
     def _draft(self) -> int:
         """One block for each request worth drafting; how many were."""

@@ -7,7 +7,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark_ray.core.types import SERVICE_TIERS, FinishReason, FloatArray, Request, RequestUsage
+from dspark_ray.core.types import (
+    SERVICE_TIERS,
+    FinishReason,
+    FloatArray,
+    Request,
+    RequestUsage,
+    TokenLogprobs,
+)
 from dspark_ray.models.adjust import LogitsAdjuster
 from dspark_ray.models.noise import SharedNoise, shared_noise
 
@@ -32,6 +39,7 @@ class Sequence:
     arrival: int  # order of arrival
     adjuster: LogitsAdjuster | None = None  # has seen the output so far
     noise: SharedNoise | None = None  # with the rule of shared noise
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the prompt's second token and on
     num_computed: int = 0  # leading tokens whose KV is in the cache
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0  # leading blocks known to the prefix cache
@@ -73,6 +81,13 @@ class Sequence:
         priority = self.request.priority
         level = priority.level + (1 - SERVICE_TIERS.index(priority.tier))
         return self.arrival + LEVEL_ARRIVALS * level, self.arrival
+
+    @property
+    def num_prompt_logprobs_missing(self) -> int:
+        """Prompt tokens whose log-probabilities are wanted and not known. A resumed request had them sent."""
+        if self.request.sampling.prompt_logprobs is None or self.request.emitted_token_ids:
+            return 0
+        return self.num_prompt - 1 - len(self.prompt_logprobs)
 
     def noise_keys(self, count: int) -> NDArray[np.int64] | None:
         """Of the next `count` output tokens; None without shared noise."""

@@ -20,6 +20,7 @@ from dspark_ray.core.types import (
     ServiceTier,
     StepPlan,
     TierTerms,
+    TokenLogprobs,
 )
 
 
@@ -138,11 +139,20 @@ def _unpack_plan(fields: Any) -> StepPlan:
 def _pack_output(output: RequestOutput) -> list[Any]:
     usage = output.usage and astuple(output.usage)
     reason = output.finish_reason and str(output.finish_reason)
-    return [output.request_id, output.token_ids, reason, usage, output.error, output.step_failed]
+    return [
+        output.request_id,
+        output.token_ids,
+        reason,
+        usage,
+        output.error,
+        output.step_failed,
+        [[one.logprob, one.top] for one in output.logprobs],
+        [[one.logprob, one.top] for one in output.prompt_logprobs],
+    ]
 
 
 def _unpack_output(fields: Any) -> RequestOutput:
-    request_id, token_ids, reason, usage, error, step_failed = fields
+    request_id, token_ids, reason, usage, error, step_failed, logprobs, prompt_logprobs = fields
     return RequestOutput(
         request_id,
         token_ids,
@@ -150,6 +160,8 @@ def _unpack_output(fields: Any) -> RequestOutput:
         usage and RequestUsage(*usage),
         error,
         step_failed,
+        tuple(TokenLogprobs(*one) for one in logprobs),
+        tuple(TokenLogprobs(*one) for one in prompt_logprobs),
     )
 
 

@@ -401,3 +401,28 @@ def test_the_checkpoint_is_what_the_engine_describes(checkpoint: Path) -> None:
     described = tiny_engine(checkpoint, vocab_size=VOCAB).describe()
     assert str(config.draft_vocab_size) in described["drafter"]
     assert "verify ms" in described["step_table"]
+
+
+def test_a_request_says_how_much_of_it_is_drafted(checkpoint: Path) -> None:
+    """At most so many tokens of a block are verified; at 0 nothing is drafted. The text is the same."""
+    engine = tiny_engine(checkpoint, vocab_size=VOCAB)
+    limits = (None, 2, 0)
+    items = [
+        request(str(limit), prompts(1)[0], temperature=0.0, max_tokens=24, max_draft_tokens=limit)
+        for limit in limits
+    ]
+    usages = {}
+    texts: dict[str, list[int]] = {item.request_id: [] for item in items}
+    for item in items:
+        engine.add_request(item)
+    while engine.has_work():
+        outputs = engine.step()
+        collect(outputs, texts)
+        usages |= {o.request_id: o.usage for o in outputs if o.usage is not None}
+    assert texts["None"] == texts["2"] == texts["0"]
+    assert usages["0"].drafted_tokens == 0
+    assert 0 < usages["2"].verified_tokens <= 2 * 24
+    assert engine.counters.verified_per_position[2] > 0
+    alone = tiny_engine(checkpoint, vocab_size=VOCAB)
+    run(alone, [items[1]])
+    assert alone.counters.verified_per_position[1] > alone.counters.verified_per_position[2] == 0

@@ -13,6 +13,7 @@ from dspark_ray.core.types import (
     ServiceTier,
     StepPlan,
     TierTerms,
+    TokenLogprobs,
 )
 from dspark_ray.runtime.messages import (
     Abort,
@@ -29,10 +30,25 @@ from dspark_ray.runtime.messages import (
     encode,
 )
 
-SAMPLING = SamplingParams(0.5, 0.9, 40, 0.1, (1 << 63) + 5, 7, (1, 2), True)
+SAMPLING = SamplingParams(
+    temperature=0.5,
+    top_p=0.9,
+    top_k=40,
+    min_p=0.1,
+    seed=(1 << 63) + 5,
+    choice=3,
+    max_tokens=7,
+    stop_token_ids=(1, 2),
+    ignore_eos=True,
+    presence_penalty=0.5,
+    logit_bias=((3, -1.5), (4, 2.0)),
+    bad_words=((1, 2), (3,)),
+    logprobs=2,
+)
 REQUEST = Request("r", (1, 2, 3), SAMPLING, (4, 5), "tcp://127.0.0.1:1")
 USAGE = RequestUsage(1, 2, 3, 4, 5, 6)
-FINAL = RequestOutput("r", (7, 8), FinishReason.STOP, USAGE)
+LOGPROBS = (TokenLogprobs(-0.5, ((7, -0.5), (9, -1.25))), TokenLogprobs(-3.0))
+FINAL = RequestOutput("r", (7, 8), FinishReason.STOP, USAGE, logprobs=LOGPROBS, prompt_logprobs=LOGPROBS)
 
 MESSAGES: list[Message] = [
     Submit(REQUEST, "tcp://127.0.0.1:2"),
