@@ -41,6 +41,7 @@ ALLOWED_IN = {
     "safetensors": _WITH_TORCH,
     "transformers": _WITH_TORCH,
     "tokenizers": _WITH_TORCH,
+    "xgrammar": {"models", "engine"},
     KERNELS: _WITH_TORCH,
     "ray": {"runtime", DEPLOYMENTS},
     "vllm": {"vllm_engine"},

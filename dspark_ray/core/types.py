@@ -20,6 +20,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"
     LENGTH = "length"
+    TOOL_CALLS = "tool_calls"  # stopped after tool calls; the serving floor's word for STOP
     ABORT = "abort"
     ERROR = "error"
 
@@ -126,6 +127,14 @@ class Priority:
 
 
 @dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """What a request's text must follow, compiled for the model's vocabulary: engines only load it."""
+
+    digest: str  # of description and vocabulary
+    compiled: str  # xgrammar's serialised form
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One choice to generate, as the ingress hands it to a replica."""
 
@@ -136,6 +145,7 @@ class Request:
     reply_address: str = ""  # zmq address of the ingress; empty: outputs stay in the process
     priority: Priority = Priority()
     session_key: str = ""  # requests with one key share a beginning: they are best served together
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

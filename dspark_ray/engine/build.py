@@ -9,6 +9,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.engine import Engine
+from dspark_ray.engine.grammar import Grammars
 from dspark_ray.models.drafters import dspark, ngram  # noqa: F401  (they register themselves)
 from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
 from dspark_ray.models.targets.decoder import Decoder, load_target
@@ -39,6 +40,7 @@ def build_engine(
         clock or SystemClock(),
         engine_id=engine_id,
         eos_token_ids=eos_token_ids(model_dir),
+        grammars=Grammars.of_model(model_dir),
     )
 
 

@@ -32,6 +32,7 @@ from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
+from dspark_ray.engine.grammar import Grammars
 from dspark_ray.engine.logprobs import prompt_logprobs, token_logprobs
 from dspark_ray.engine.recent import RecentSteps, StepRecord
 from dspark_ray.engine.sequence import Draft, Sequence
@@ -65,9 +66,10 @@ class Engine:
         engine_id: str = "engine",
         eos_token_ids: tuple[int, ...] = (),
         adjusters: Seq[AdjusterFactory] = (),
+        grammars: Grammars | None = None,
     ) -> None:
         """`drafter` None is plain decoding. `eos_token_ids` end every request that does not ignore them.
-        `adjusters` shape the logits of the requests that need it."""
+        `adjusters` shape the logits of the requests that need it; so do `grammars`."""
         self.engine_id = engine_id
         self.config = config
         self.target = target
@@ -84,11 +86,16 @@ class Engine:
             max_waiting=config.engine.max_waiting,
             max_model_len=config.model.max_model_len,
             # Grammars and the like first: a rule of the sampling parameters gives way to them.
-            adjusters=(*adjusters, token_rules(target.config.vocab_size, eos_token_ids)),
+            adjusters=(
+                *adjusters,
+                *([grammars] if grammars is not None else []),
+                token_rules(target.config.vocab_size, eos_token_ids),
+            ),
         )
         self.budget = BudgetPlanner(config.speculation, table, config.engine.max_step_rows)
         self.counters = SpeculationCounters(config.speculation.num_draft_tokens)
         self.draft_log: DraftLog | None = None  # set by those who calibrate
+        self.grammars = grammars
         self._coupling = Coupling(self.budget, clock)
         self._recent = RecentSteps(clock)
         self._clock = clock

@@ -24,6 +24,7 @@ from dspark_ray.runtime.messages import ApplyPlan, encode
 from dspark_ray.runtime.metric_sink import RayMetricSink
 from dspark_ray.runtime.monitor import Monitor
 from dspark_ray.runtime.plan_client import PlanClient
+from dspark_ray.runtime.preparation import PrepareRequest
 from dspark_ray.runtime.scheduler_actor import find_or_start_scheduler
 from dspark_ray.runtime.transport import Outboxes, bind_inbox
 
@@ -41,6 +42,7 @@ class LoadedEngine:
     engine: StepEngine
     canary_prompt: tuple[int, ...]  # a short prompt that any healthy engine can continue
     close: Callable[[], None] = lambda: None  # ends what the engine has started outside this process
+    prepare: PrepareRequest | None = None  # slow work of a request, for a thread beside the step loop
 
 
 EngineFactory = Callable[[AppConfig, str], LoadedEngine]
@@ -94,7 +96,9 @@ class EngineActor:
             self._clock,
         )
         outboxes = Outboxes(context, self._clock)
-        self._loop = EngineLoop(loaded.engine, self._generation, inbox, outboxes, self._clock, self._plans)
+        self._loop = EngineLoop(
+            loaded.engine, self._generation, inbox, outboxes, self._clock, self._plans, loaded.prepare
+        )
         load_s = (self._clock.now_ms() - started_ms) / 1e3
         return EngineInfo(
             inbox.address, self._generation, loaded.engine.describe(), loaded.canary_prompt, load_s

@@ -29,7 +29,8 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     logger.info("loading %s from %s with %d threads", config.model.id, model_dir, num_threads)
     config = with_local_drafter(config)
     engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id)
-    return LoadedEngine(engine, _canary_prompt(model_dir))
+    assert engine.grammars is not None
+    return LoadedEngine(engine, _canary_prompt(model_dir), prepare=engine.grammars.slow_work)
 
 
 def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:

@@ -31,6 +31,7 @@ from dspark_ray.runtime.messages import (
     Submit,
     Tokens,
 )
+from dspark_ray.runtime.preparation import Preparation, PrepareRequest
 from dspark_ray.runtime.transport import Inbox, Outboxes, receive_all
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,7 @@ class EngineLoop:
         outboxes: Outboxes,
         clock: Clock,
         reporter: Reporter | None = None,
+        prepare: PrepareRequest | None = None,
     ) -> None:
         self._engine = engine
         self._generation = generation
@@ -105,6 +107,7 @@ class EngineLoop:
         self._outboxes = outboxes
         self._clock = clock
         self._reporter = reporter
+        self._preparation = Preparation(prepare or (lambda request: None))
         self._owners: dict[str, _Owner] = {}
         self._stopped = False
         self._snapshot_at_ms = 0.0
@@ -117,6 +120,7 @@ class EngineLoop:
                 self.turn()
         finally:
             self._fail_all("the engine stopped")
+            self._preparation.close()
             self._outboxes.close()
             self._inbox.socket.close()
 
@@ -138,9 +142,12 @@ class EngineLoop:
             self._inbox.socket.poll(self._idle_wait_ms())
         for message in receive_all(self._inbox.socket):
             self._handle(message)
+        for prepared, error in self._preparation.finished():
+            self._admit(prepared, error)
 
     def _idle_wait_ms(self) -> int:
-        wait_ms: float = FLUSH_WAIT_MS if self._outboxes.is_waiting else IDLE_WAIT_MS
+        soon = self._outboxes.is_waiting or self._preparation.is_busy
+        wait_ms: float = FLUSH_WAIT_MS if soon else IDLE_WAIT_MS
         if self._reporter is not None:
             wait_ms = min(wait_ms, self._reporter.wait_ms())
         return max(1, int(wait_ms))
@@ -161,24 +168,36 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         request_id = message.request.request_id
+        if request_id in self._owners:
+            self._reject(message, RequestError(f"request id {request_id!r} is in use"))
+            return
+        self._owners[request_id] = _Owner(message.request, message.server_address)
+        if not self._preparation.take(message):
+            self._admit(message)
+
+    def _admit(self, message: Submit, error: BaseException | None = None) -> None:
+        """Into the engine, unless there is an error against it."""
         try:
-            if request_id in self._owners:
-                raise RequestError(f"request id {request_id!r} is in use")
+            if error is not None:
+                raise error
             self._engine.add_request(message.request)
-        except RequestError as error:
+        except (RequestError, QueueFullError) as refusal:
+            del self._owners[message.request.request_id]
+            self._reject(message, refusal)
+
+    def _reject(self, message: Submit, error: RequestError | QueueFullError) -> None:
+        request_id = message.request.request_id
+        if isinstance(error, RequestError):
             rejection = Rejected(
                 self._generation, request_id, error.message, False, error.param, error.status, error.code
             )
-            self._outboxes.send(message.server_address, rejection)
-        except QueueFullError as error:
-            rejection = Rejected(self._generation, request_id, str(error), queue_full=True)
-            self._outboxes.send(message.server_address, rejection)
         else:
-            self._owners[request_id] = _Owner(message.request, message.server_address)
+            rejection = Rejected(self._generation, request_id, str(error), queue_full=True)
+        self._outboxes.send(message.server_address, rejection)
 
     def _abort(self, request_id: str) -> None:
         usage = self._engine.usage(request_id)
-        if self._engine.abort(request_id):
+        if self._engine.abort(request_id) or self._preparation.drop(request_id):
             self._deliver([RequestOutput(request_id, (), FinishReason.ABORT, usage)])
 
     def _step(self) -> list[RequestOutput]:
@@ -223,6 +242,7 @@ class EngineLoop:
         logger.warning("%s takes no messages: %d of its requests are aborted", address, len(lost))
         for request_id in lost:
             self._engine.abort(request_id)
+            self._preparation.drop(request_id)
         failures = [_failure(request_id, "a peer of this request takes no messages") for request_id in lost]
         self._deliver(failures, without=address)
 

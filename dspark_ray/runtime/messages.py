@@ -11,6 +11,7 @@ import msgpack
 
 from dspark_ray.core.errors import DsparkError
 from dspark_ray.core.types import (
+    CompiledGrammar,
     FinishReason,
     Priority,
     Request,
@@ -119,14 +120,22 @@ def _pack_request(request: Request) -> list[Any]:
         request.reply_address,
         astuple(request.priority),
         request.session_key,
+        request.grammar and astuple(request.grammar),
     ]
 
 
 def _unpack_request(fields: Any) -> Request:
-    request_id, prompt, sampling, emitted, reply_address, (tier, level, target), session_key = fields
-    priority = Priority(ServiceTier(tier), level, target)
+    request_id, prompt, sampling, emitted, reply_address, priority, session_key, grammar = fields
+    tier, level, target = priority
     return Request(
-        request_id, prompt, SamplingParams(*sampling), emitted, reply_address, priority, session_key
+        request_id,
+        prompt,
+        SamplingParams(*sampling),
+        emitted,
+        reply_address,
+        Priority(ServiceTier(tier), level, target),
+        session_key,
+        grammar and CompiledGrammar(*grammar),
     )
 
 

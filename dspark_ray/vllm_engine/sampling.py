@@ -36,6 +36,12 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     """
     sampling, num_emitted = request.sampling, len(request.emitted_token_ids)
     _refuse_unmapped(sampling)
+    if request.grammar is not None:
+        raise RequestError(
+            "structured output and tools that must be called are not supported by this server's engine",
+            param="response_format",
+            code="unsupported_parameter",
+        )
     if num_emitted and (sampling.presence_penalty or sampling.frequency_penalty):
         # To vLLM the tokens emitted before are prompt, which these two penalties do not count.
         raise RequestError(

@@ -1,6 +1,7 @@
 """The step loop with a fake engine and in-process sockets: who gets which message, and what ends it."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import zmq
 
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import parse_app_config
+from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import FinishReason, Request, SamplingParams, StepPlan
 from dspark_ray.runtime import transport
 from dspark_ray.runtime.engine_loop import EngineLoop
@@ -23,6 +25,7 @@ from dspark_ray.runtime.messages import (
     Tokens,
     encode,
 )
+from dspark_ray.runtime.preparation import PrepareRequest
 from dspark_ray.runtime.transport import IDLE_MS, STALLED_MS, Inbox, Outboxes, receive_all
 from tests.fakes import POISON_TOKEN, FakeEngine, echo
 
@@ -36,7 +39,7 @@ class Bench:
 
     numbers = itertools.count()
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: PrepareRequest | None = None) -> None:
         self.context = zmq.Context()
         self.clock = ManualClock()
         self.engine = FakeEngine(CONFIG, step_ms=0.0, clock=self.clock)
@@ -44,7 +47,7 @@ class Bench:
         self.address = {name: self.bind(name) for name in ("engine", "server", "ingress-a", "ingress-b")}
         inbox = Inbox(self.sockets["engine"], self.address["engine"])
         outboxes = Outboxes(self.context, self.clock)
-        self.loop = EngineLoop(self.engine, GENERATION, inbox, outboxes, self.clock)
+        self.loop = EngineLoop(self.engine, GENERATION, inbox, outboxes, self.clock, prepare=prepare)
         self.to_engine = self.context.socket(zmq.PUSH)
         self.to_engine.connect(self.address["engine"])
 
@@ -234,3 +237,44 @@ def test_the_snapshot_is_exact_when_idle(bench: Bench) -> None:
     bench.turn(3)
     assert bench.loop.snapshot.counters.emitted_tokens == 7
     assert bench.loop.snapshot.num_running == 0
+
+
+class SlowGrammars:
+    """Requests whose id begins with `g` wait for `go`; then those that end in `!` are refused."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def __call__(self, request: Request) -> Any:
+        def load() -> None:
+            assert self.go.wait(10.0)
+            if request.request_id.endswith("!"):
+                raise RequestError("no grammar", code="invalid_grammar")
+
+        return load if request.request_id.startswith("g") else None
+
+
+def test_others_go_on_while_a_request_is_prepared() -> None:
+    slow = SlowGrammars()
+    bench = Bench(slow)
+    for request_id in ("g1", "g2", "g3!", "r1"):
+        bench.submit(request_id)
+    bench.turn(3)
+    ids = {e.output.request_id for message in bench.received("ingress-a") for e in message.emissions}
+    assert ids == {"r1"}
+    bench.send(Abort("g2"))
+    bench.turn()
+    (aborted,) = [output for end in bench.received("server") for output in end.outputs if end.outputs][1:]
+    assert (aborted.request_id, aborted.finish_reason) == ("g2", FinishReason.ABORT)
+    bench.received("ingress-a")
+    slow.go.set()
+    while bench.loop._preparation.is_busy:
+        bench.turn()
+    bench.turn(3)
+    ends = bench.received("server")
+    (rejected,) = [message for message in ends if isinstance(message, Rejected)]
+    assert (rejected.request_id, rejected.code) == ("g3!", "invalid_grammar")
+    emissions = [e for message in bench.received("ingress-a") for e in message.emissions]
+    assert {e.output.request_id for e in emissions} == {"g1"}
+    assert emissions[-1].output.finish_reason is FinishReason.LENGTH
+    bench.close()

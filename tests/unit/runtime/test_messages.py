@@ -4,6 +4,7 @@ import msgpack
 import pytest
 
 from dspark_ray.core.types import (
+    CompiledGrammar,
     FinishReason,
     Priority,
     Request,
@@ -45,7 +46,8 @@ SAMPLING = SamplingParams(
     bad_words=((1, 2), (3,)),
     logprobs=2,
 )
-REQUEST = Request("r", (1, 2, 3), SAMPLING, (4, 5), "tcp://127.0.0.1:1")
+GRAMMAR = CompiledGrammar("digest", "{}")
+REQUEST = Request("r", (1, 2, 3), SAMPLING, (4, 5), "tcp://127.0.0.1:1", grammar=GRAMMAR)
 USAGE = RequestUsage(1, 2, 3, 4, 5, 6)
 LOGPROBS = (TokenLogprobs(-0.5, ((7, -0.5), (9, -1.25))), TokenLogprobs(-3.0))
 FINAL = RequestOutput("r", (7, 8), FinishReason.STOP, USAGE, logprobs=LOGPROBS, prompt_logprobs=LOGPROBS)

@@ -6,7 +6,7 @@ import pytest
 
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.errors import ConfigError, RequestError
-from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.core.types import CompiledGrammar, Request, SamplingParams
 from dspark_ray.vllm_engine import version
 from dspark_ray.vllm_engine.arguments import engine_arguments
 from dspark_ray.vllm_engine.sampling import sampling_arguments
@@ -175,3 +175,9 @@ def test_the_version_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         require_vllm()
     monkeypatch.setattr(version, "installed_version", lambda: "0.33.0")
     assert require_vllm() == "0.33.0"
+
+
+def test_a_grammar_is_refused_and_not_left_out() -> None:
+    with pytest.raises(RequestError) as caught:
+        sampling_arguments(Request("r", (1,), SamplingParams(), grammar=CompiledGrammar("digest", "{}")))
+    assert (caught.value.status, caught.value.param) == (400, "response_format")
