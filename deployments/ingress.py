@@ -22,8 +22,9 @@ from dspark_ray.runtime.fleet_metrics import EngineFleet
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.token_stream import TokenStream
 from dspark_ray.runtime.transport import bind_inbox
+from dspark_ray.serving.grammar_compiler import GrammarCompiler
 from dspark_ray.serving.http import build_api
-from dspark_ray.serving.parsing import ServedModel
+from dspark_ray.serving.parsing import served_model
 from dspark_ray.serving.service import CompletionService
 from dspark_ray.serving.text import NewDetokenizer, Tokenizer
 
@@ -39,6 +40,7 @@ class TextTools:
 
     tokenizer: Tokenizer
     new_detokenizer: NewDetokenizer
+    grammars: GrammarCompiler
 
 
 TextFactory = Callable[[AppConfig], TextTools]
@@ -50,8 +52,10 @@ def model_text(config: AppConfig) -> TextTools:
     from dspark_ray.models.fetch import resolve_model
     from dspark_ray.models.tokenizer import Tokenizer as ModelTokenizer
 
-    tokenizer = ModelTokenizer.load(resolve_model(config.model.source, weights=False))
-    return TextTools(tokenizer, tokenizer.detokenizer)
+    model_dir = resolve_model(config.model.source, weights=False)
+    tokenizer = ModelTokenizer.load(model_dir)
+    grammars = GrammarCompiler.of_model(model_dir, config.serving.grammar_timeout_s)
+    return TextTools(tokenizer, tokenizer.detokenizer, grammars)
 
 
 class ReplicaBackend:
@@ -104,17 +108,19 @@ class Ingress:
             self._streams,
             self._text.new_detokenizer,
             config.serving.request_timeout_s,
+            self._text.grammars.compile,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once after the constructor."""
-        model = ServedModel(self._config.model.id, self._config.model.max_model_len, self._text.tokenizer)
+        model = served_model(self._config, self._text.tokenizer)
         return build_api(self._config, self._service, model, self._fleet, _versions())
 
     async def __del__(self) -> None:
         if hasattr(self, "_watcher"):
             self._watcher.cancel()
             await self._streams.close()
+            await self._text.grammars.close()
 
 
 def _versions() -> dict[str, str]:

@@ -6,7 +6,7 @@ known in advance, so that a lost or doubled token shows.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,12 +46,24 @@ class _Running:
     usage: RequestUsage = field(default_factory=RequestUsage)
 
 
+Say = Callable[[Request, int], int]
+"""(request, position) → the output token there."""
+
+
 class FakeEngine:
     """The engine's contract with a fixed step time and acceptance: 2 of 7 drafted tokens."""
 
     def __init__(
-        self, config: AppConfig, engine_id: str = "fake", *, step_ms: float = 5.0, clock: Clock | None = None
+        self,
+        config: AppConfig,
+        engine_id: str = "fake",
+        *,
+        step_ms: float = 5.0,
+        clock: Clock | None = None,
+        say: Say | None = None,
     ) -> None:
+        """`say`: what it answers, other than the prompt over and over."""
+        self._say = say or (lambda request, position: echo(request.prompt_token_ids, position))
         self._config = config
         self._engine_id = engine_id
         self._step_ms = step_ms
@@ -152,7 +164,7 @@ class FakeEngine:
             raise RuntimeError("a poisoned prompt")
         tokens, reason = [], None
         for _ in range(TOKENS_PER_STEP):
-            tokens.append(echo(request.prompt_token_ids, len(running.output)))
+            tokens.append(self._say(request, len(running.output)))
             running.output.append(tokens[-1])
             if tokens[-1] in request.sampling.stop_token_ids:
                 reason = FinishReason.STOP
@@ -271,3 +283,22 @@ class LocalServer:
         for request_id, end in list(self._ends.items()):
             self.engine.abort(request_id)
             end.set_exception(EngineDeadError("the fake died"))
+
+
+class OneEngineFleet:
+    """What `build_api` asks about replicas, for one engine or none in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.hangs = False
+
+    async def stats(self) -> list[EngineStats]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        return self.last_stats()
+
+    def last_stats(self) -> list[EngineStats]:
+        return [] if self.engine is None else [replace(self.engine.stats(), ready=True)]
+
+    async def metrics_page(self) -> bytes:
+        return b"dspark_drafts_total 1.0\n"

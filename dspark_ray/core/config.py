@@ -188,6 +188,13 @@ class ServingConfig(Section):
     max_ongoing_requests: int = Field(256, ge=1, description="per replica, running and queued")
     request_timeout_s: float = Field(600.0, gt=0)
     log_interval_s: float = Field(10.0, gt=0, description="speculation log line")
+    tool_format: Literal["auto", "hermes", "llama"] = Field(
+        "auto", description="how the model writes tool calls; auto: as its chat template says"
+    )
+    reasoning: Literal["auto", "none", "think"] = Field(
+        "auto", description="thoughts that are split off; auto: <think> if the chat template knows it"
+    )
+    grammar_timeout_s: float = Field(5.0, gt=0, description="longest compilation of a grammar before a 400")
 
 
 class HardwareConfig(Section):

@@ -17,7 +17,7 @@ from dspark_ray.core.types import EngineStats
 from dspark_ray.serving import responses
 from dspark_ray.serving.errors import error_body, http_error
 from dspark_ray.serving.json_body import parse_object, read_body
-from dspark_ray.serving.parsing import Job, ServedModel, parse_chat, parse_completion
+from dspark_ray.serving.parsing import Job, ServedModel, parse_chat, parse_completion, parse_response
 from dspark_ray.serving.request_id import RequestIds, request_id_of
 from dspark_ray.serving.service import CompletionService, EventStream
 from dspark_ray.serving.status import Readiness, status_body
@@ -77,6 +77,10 @@ def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel
     @api.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await respond(request, parse_completion)
+
+    @api.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        return await respond(request, parse_response)
 
 
 def _add_tokenization(api: FastAPI, model: ServedModel) -> None:

@@ -3,12 +3,18 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import RequestError
-from dspark_ray.core.types import Priority, Request, SamplingParams, ServiceTier, TextOptions
+from dspark_ray.core.types import CompiledGrammar, Priority, Request, SamplingParams, ServiceTier, TextOptions
+from dspark_ray.serving.answer import PLAIN_TEXT, AnswerShape
+from dspark_ray.serving.constraints import Format, structural_tag
 from dspark_ray.serving.messages import for_template
+from dspark_ray.serving.reasoning import THINK, Reasoning, reasoning_at
+from dspark_ray.serving.response_events import ResponseHead
+from dspark_ray.serving.response_request import as_chat
 from dspark_ray.serving.schemas import (
     ChatCompletionRequest,
     ChatPromptFields,
@@ -18,6 +24,14 @@ from dspark_ray.serving.schemas import (
 )
 from dspark_ray.serving.text import Tokenizer
 from dspark_ray.serving.token_rules import TokenRules, check_token_ids, token_rules
+from dspark_ray.serving.tools import (
+    HERMES,
+    TOOL_FORMATS,
+    NamedTool,
+    ToolFormat,
+    format_of_template,
+    with_tool_prompt,
+)
 
 # Longer texts are refused before they are tokenised: no tokenizer makes so few tokens of so many characters.
 MAX_CHARS_PER_TOKEN = 256
@@ -30,6 +44,16 @@ class ServedModel:
     id: str
     max_model_len: int
     tokenizer: Tokenizer
+    tool_format: ToolFormat = HERMES
+    thinks: bool = False  # it may write its thoughts before its answer
+
+
+def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
+    """What `config` serves; `auto` keys are decided by the chat template."""
+    serving, template = config.serving, tokenizer.chat_template
+    tool_format = TOOL_FORMATS.get(serving.tool_format) or format_of_template(template)
+    thinks = THINK in template if serving.reasoning == "auto" else serving.reasoning == "think"
+    return ServedModel(config.model.id, config.model.max_model_len, tokenizer, tool_format, thinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +69,14 @@ class Job:
     stream: bool
     include_usage: bool
     num_per_prompt: int  # n: choices that share a prompt
+    shape: AnswerShape = PLAIN_TEXT
+    constraint: str | None = None  # structural tag that the text must follow, not compiled yet
+    response: ResponseHead | None = None  # how `/v1/responses` wants it answered
+
+    def with_grammar(self, grammar: CompiledGrammar) -> "Job":
+        """The same, its constraint compiled."""
+        requests = tuple(replace(request, grammar=grammar) for request in self.requests)
+        return replace(self, requests=requests, constraint=None)
 
     @property
     def prompt_tokens(self) -> int:
@@ -56,20 +88,83 @@ def parse_chat(body: dict[str, Any], model: ServedModel, request_id: str | None 
     """`POST /v1/chat/completions`. Raises `RequestError`; may take long for long texts."""
     check_model(body, model)
     fields = parse_body(ChatCompletionRequest, body)
-    prompt = chat_prompt(fields, model)
+    constraint = _chat_constraint(fields, model.tool_format)
+    text = chat_text(fields, model)
+    prompt = model.tokenizer.encode(text, add_special_tokens=False)
+    reasoning = reasoning_at(text, thinks=model.thinks)
     limit = _token_limit(prompt, fields.token_limit, model, "messages")
-    return _job(fields, [prompt], [limit], model, request_id, chat=True)
+    job = _job(fields, [prompt], [limit], model, request_id, chat=True)
+    shape = AnswerShape(
+        reasoning=reasoning,
+        tool_format=model.tool_format if fields.tools_offered else None,
+        named_tool=isinstance(fields.tool_choice, NamedTool),
+    )
+    return replace(job, shape=shape, constraint=_tag(fields, constraint, reasoning))
 
 
-def chat_prompt(fields: ChatPromptFields, model: ServedModel, *, open_turn: bool = True) -> list[int]:
-    """The conversation in the model's template, tokenised; `open_turn`: up to the assistant's answer."""
+def parse_response(body: dict[str, Any], model: ServedModel, request_id: str | None = None) -> Job:
+    """`POST /v1/responses`. Raises `RequestError`; may take long for long texts."""
+    fields, chat = as_chat(body)
+    job = parse_chat(chat, model, request_id)
+    sampling = job.requests[0].sampling
+    head = ResponseHead(
+        id=job.id.removeprefix("chatcmpl-"),
+        created=job.created,
+        model=job.model,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        parallel_tool_calls=bool(chat.get("parallel_tool_calls", True)),
+        fields=fields,
+    )
+    return replace(job, response=head)
+
+
+def chat_text(fields: ChatPromptFields, model: ServedModel, *, open_turn: bool = True) -> str:
+    """The conversation in the model's template; `open_turn`: up to the assistant's answer."""
     check_chars(sum(message.num_chars for message in fields.messages), model, "messages")
-    text = model.tokenizer.chat_text(
-        for_template(fields.messages),
+    messages = for_template(fields.messages)
+    tools = [tool.for_template() for tool in fields.tools_offered]
+    if "tools" not in model.tokenizer.chat_template:
+        messages, tools = with_tool_prompt(messages, tools), []
+    return model.tokenizer.chat_text(
+        messages,
         add_generation_prompt=open_turn,
+        tools=tools or None,
         template_kwargs=fields.chat_template_kwargs,
     )
-    return model.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _chat_constraint(fields: ChatCompletionRequest, tool_format: ToolFormat) -> Format | None:
+    """Of the text, or of the calls that may or must stand in its place."""
+    constraint, demanded = fields.constraint(), fields.tools_demanded
+    if demanded:
+        if constraint is not None:
+            raise RequestError(
+                "a tool that must be called leaves no text to constrain; leave out the constraint or set "
+                "tool_choice to 'auto'",
+                param="tool_choice",
+                code="invalid_value",
+            )
+        parallel = fields.parallel_tool_calls and fields.tool_choice == "required"
+        return tool_format.demanded(demanded, parallel=parallel)
+    if not fields.tools_offered:
+        return constraint
+    if constraint is None:
+        return tool_format.checked(fields.tools_offered, parallel=fields.parallel_tool_calls)
+    calls = tool_format.demanded(fields.tools_offered, parallel=fields.parallel_tool_calls)
+    return {"type": "or", "elements": [constraint, calls]}
+
+
+def _tag(fields: GenerationFields, constraint: Format | None, reasoning: Reasoning) -> str | None:
+    if constraint is None:
+        return None
+    if fields.ignore_eos:
+        raise RequestError(
+            "a constrained text ends where its constraint does; leave out ignore_eos",
+            param="ignore_eos",
+            code="invalid_value",
+        )
+    return structural_tag(constraint, reasoning)
 
 
 def parse_completion(body: dict[str, Any], model: ServedModel, request_id: str | None = None) -> Job:
@@ -78,7 +173,8 @@ def parse_completion(body: dict[str, Any], model: ServedModel, request_id: str |
     fields = parse_body(CompletionRequest, body)
     prompts = [_prompt_token_ids(prompt, model) for prompt in fields.prompts()]
     limits = [_token_limit(prompt, fields.token_limit, model, "prompt") for prompt in prompts]
-    return _job(fields, prompts, limits, model, request_id, chat=False)
+    job = _job(fields, prompts, limits, model, request_id, chat=False)
+    return replace(job, constraint=_tag(fields, fields.constraint(), Reasoning.NONE))
 
 
 def check_model(body: dict[str, Any], model: ServedModel) -> None:

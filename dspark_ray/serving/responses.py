@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from dspark_ray.core.types import FinishReason, RequestUsage
+from dspark_ray.serving.answer import Answer, AnswerDelta, ChoiceEvent
 from dspark_ray.serving.parsing import Job
+from dspark_ray.serving.tool_calls import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -39,29 +41,80 @@ def _cached(job: Job, usages: Sequence[RequestUsage | None]) -> int:
 
 
 def full_body(
-    job: Job, texts: Sequence[str], reasons: Sequence[FinishReason], usage: dict[str, Any]
+    job: Job, answers: Sequence[Answer], reasons: Sequence[FinishReason], usage: dict[str, Any]
 ) -> dict[str, Any]:
     """The answer of a request that does not stream."""
     choices = []
-    for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
-        content: dict[str, Any] = {"text": text}
-        if job.chat:
-            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+    for index, (answer, reason) in enumerate(zip(answers, reasons, strict=True)):
+        content = {"message": _message(answer)} if job.chat else {"text": answer.content}
         choices.append({"index": index, **content, "logprobs": None, "finish_reason": str(reason)})
     kind = "chat.completion" if job.chat else "text_completion"
     return {**_head(job, kind), "choices": choices, "usage": usage}
 
 
-def role_chunk(job: Job, index: int) -> dict[str, Any]:
-    """The first chunk of a chat choice."""
-    return _chunk(job, index, {"role": "assistant", "content": ""}, None)
+def _message(answer: Answer) -> dict[str, Any]:
+    """What an assistant says: keys that only some answers have are left out of the others."""
+    calls = answer.calls
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content or (None if calls else ""),
+        "refusal": None,
+    }
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message
 
 
-def text_chunk(job: Job, index: int, text: str, reason: FinishReason | None) -> dict[str, Any]:
-    """New text, the end of a choice, or both (`/v1/completions`)."""
-    if job.chat:
-        return _chunk(job, index, {"content": text} if text else {}, reason)
-    return _chunk(job, index, text, reason)
+def _call(call: CallDelta) -> dict[str, Any]:
+    """A call, or what a chunk adds to one."""
+    function: dict[str, Any] = {"arguments": call.arguments}
+    if call.name is None:
+        return {"function": function}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, **function}}
+
+
+class ChunkWriter:
+    """The server-sent events of a chat or completion stream."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def opening(self) -> bytes:
+        """The role of each chat choice."""
+        if not self._job.chat:
+            return b""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(sse(_chunk(self._job, index, role, None)) for index in range(len(self._job.requests)))
+
+    def event(self, event: ChoiceEvent) -> bytes:
+        """Text and end are two chunks, as OpenAI sends them; nothing while text is held back."""
+        chunks = b""
+        if content := self._content(event.delta):
+            chunks += sse(_chunk(self._job, event.index, content, None))
+        if event.finish_reason is not None:
+            nothing: dict[str, Any] | str = {} if self._job.chat else ""
+            chunks += sse(_chunk(self._job, event.index, nothing, event.finish_reason))
+        return chunks
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        return (sse(usage_chunk(self._job, usage)) if self._job.include_usage else b"") + DONE
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        return sse(error) + DONE
+
+    def _content(self, delta: AnswerDelta) -> dict[str, Any] | str:
+        if not self._job.chat:
+            return delta.content
+        content: dict[str, Any] = {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.content:
+            content["content"] = delta.content
+        if delta.calls:
+            content["tool_calls"] = [{"index": call.index, **_call(call)} for call in delta.calls]
+        return content
 
 
 def usage_chunk(job: Job, usage: dict[str, Any]) -> dict[str, Any]:

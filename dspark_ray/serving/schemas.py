@@ -5,7 +5,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, model_validator
 
 from dspark_ray.serving.body import Body, validate
+from dspark_ray.serving.constraints import ConstraintFields
 from dspark_ray.serving.messages import Message
+from dspark_ray.serving.tools import ToolFields
 from dspark_ray.serving.unsupported import supported_only
 
 MAX_CHOICES = 128
@@ -37,7 +39,7 @@ class StreamOptions(Body):
     include_obfuscation: bool = False  # OpenAI pads chunks against traffic analysis; there is no padding here
 
 
-class GenerationFields(Body):
+class GenerationFields(ConstraintFields):
     """What both routes share."""
 
     model: str
@@ -79,7 +81,7 @@ class GenerationFields(Body):
         return self
 
 
-class ChatPromptFields(Body):
+class ChatPromptFields(ToolFields):
     """What makes a conversation a prompt."""
 
     messages: list[Message] = Field(min_length=1)

@@ -2,18 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from dspark_ray.core.errors import DsparkError
-from dspark_ray.core.types import FinishReason, RequestOutput, RequestUsage
+from dspark_ray.core.types import CompiledGrammar, FinishReason, RequestOutput, RequestUsage
 from dspark_ray.serving import responses
+from dspark_ray.serving.answer import Answer, ChoiceEvent
 from dspark_ray.serving.errors import GenerationTimeoutError, http_error
 from dspark_ray.serving.generation import Backend, Generation, RetryPolicy, Streams
 from dspark_ray.serving.merge import merge
 from dspark_ray.serving.parsing import Job
+from dspark_ray.serving.response_events import ResponseEvents, response_body
 from dspark_ray.serving.text import ChoiceText, NewDetokenizer
 
 logger = logging.getLogger(__name__)
@@ -21,15 +23,24 @@ logger = logging.getLogger(__name__)
 ABORT_GRACE_S = 2.0  # how long the end of a choice waits for its usage after a stop string
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceEvent:
-    """What a choice adds to the answer; the last one carries the finish reason and the usage."""
+class StreamWriter(Protocol):
+    """Server-sent events of one route."""
 
-    index: int
-    text: str
-    num_tokens: int
-    finish_reason: FinishReason | None = None
-    usage: RequestUsage | None = None
+    def opening(self) -> bytes: ...
+
+    def event(self, event: ChoiceEvent) -> bytes: ...
+
+    def closing(self, usage: dict[str, Any]) -> bytes:
+        """`usage` as `responses.usage_body` makes it."""
+        ...
+
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """`error` as `errors.error_body` makes it; nothing follows."""
+        ...
+
+
+CompileGrammar = Callable[[str], Awaitable[CompiledGrammar]]
+"""A structural tag, compiled; raises `RequestError` for one that cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +51,24 @@ class CompletionService:
     streams: Streams
     new_detokenizer: NewDetokenizer
     timeout_s: float
+    compile_grammar: CompileGrammar
     retry: RetryPolicy = field(default_factory=RetryPolicy)
 
     async def answer(self, job: Job) -> dict[str, Any]:
         """The whole body. Raises `DsparkError`; cancelling it aborts the job's requests."""
-        texts: list[list[str]] = [[] for _ in job.requests]
+        job = await self._constrained(job)
+        answers = [Answer() for _ in job.requests]
         reasons = [FinishReason.STOP] * len(job.requests)
         tally = _Tally(job)
         async with aclosing(self._events(job)) as events:
             async for event in events:
-                texts[event.index].append(event.text)
+                answers[event.index].add(event.delta)
                 tally.add(event)
                 if event.finish_reason is not None:
                     reasons[event.index] = event.finish_reason
-        return responses.full_body(job, ["".join(parts) for parts in texts], reasons, tally.body())
+        if job.response is not None:
+            return response_body(job.response, answers[0], reasons[0], tally.body())
+        return responses.full_body(job, answers, reasons, tally.body())
 
     async def stream(self, job: Job) -> "EventStream":
         """Server-sent events, the first of which is ready when this returns.
@@ -61,36 +76,40 @@ class CompletionService:
         Raises `DsparkError` for what happens before the first token, so that it still gets its HTTP
         status; later failures become an error event.
         """
-        chunks = self._chunks(job)
+        chunks = self._chunks(await self._constrained(job))
         try:
             return EventStream(await anext(chunks), chunks)
         except BaseException:
             await chunks.aclose()
             raise
 
+    async def _constrained(self, job: Job) -> Job:
+        """With its grammar, if the text is to follow one."""
+        if job.constraint is None:
+            return job
+        return job.with_grammar(await self.compile_grammar(job.constraint))
+
     async def _chunks(self, job: Job) -> AsyncGenerator[bytes, None]:
         tally = _Tally(job)
+        writer: StreamWriter = (
+            responses.ChunkWriter(job) if job.response is None else ResponseEvents(job.response)
+        )
         async with aclosing(self._events(job)) as events:
             event: ChoiceEvent | None = await anext(events)
-            opening = b""
-            if job.chat:
-                opening = b"".join(
-                    responses.sse(responses.role_chunk(job, index)) for index in range(len(job.requests))
-                )
+            opening = writer.opening()
             try:
                 while event is not None:
                     tally.add(event)
-                    if chunks := opening + _event_chunks(job, event):
+                    if chunks := opening + writer.event(event):
                         yield chunks
                     opening = b""
                     event = await anext(events, None)
             except Exception as error:
                 if not isinstance(error, DsparkError):
                     logger.exception("%s failed while it was streamed", job.id)
-                yield responses.sse(http_error(error).body) + responses.DONE
+                yield writer.failure(http_error(error).body)
                 return
-        usage = responses.sse(responses.usage_chunk(job, tally.body())) if job.include_usage else b""
-        yield usage + responses.DONE
+        yield writer.closing(tally.body())
 
     async def _events(self, job: Job) -> AsyncGenerator[ChoiceEvent, None]:
         """The events of all choices as they come, under the job's time limit."""
@@ -113,14 +132,17 @@ class CompletionService:
         """One choice's text; a stop string ends it at once, only its usage is waited for."""
         generation = Generation(job.requests[index], self.backend, self.streams, self.retry)
         text = ChoiceText(self.new_detokenizer(job.text), job.text.include_stop)
+        reader = job.shape.reader()
         async with aclosing(generation.outputs()) as outputs:
             async for output in outputs:
                 delta = text.add(output)
-                usage = output.usage
-                if delta.finish_reason is not None and output.finish_reason is None:
+                reason, usage = delta.finish_reason, output.usage
+                if reason is not None and output.finish_reason is None:
                     usage = await _usage_after_stop(generation, outputs)
-                yield ChoiceEvent(index, delta.text, delta.num_tokens, delta.finish_reason, usage)
-                if delta.finish_reason is not None:
+                answer = reader.push(delta.text, last=reason is not None)
+                reason = None if reason is None else reader.finish_reason(reason)
+                yield ChoiceEvent(index, answer, delta.num_tokens, reason, usage)
+                if reason is not None:
                     return
 
 
@@ -158,16 +180,6 @@ class _Tally:
 
     def body(self) -> dict[str, Any]:
         return responses.usage_body(self._job, sum(self._num_tokens), self._usages)
-
-
-def _event_chunks(job: Job, event: ChoiceEvent) -> bytes:
-    """Text and end are two chunks for chat, as OpenAI sends them; nothing while text is held back."""
-    chunks = b""
-    if event.text:
-        chunks += responses.sse(responses.text_chunk(job, event.index, event.text, None))
-    if event.finish_reason is not None:
-        chunks += responses.sse(responses.text_chunk(job, event.index, "", event.finish_reason))
-    return chunks
 
 
 async def _usage_after_stop(

@@ -1,5 +1,6 @@
 """The shipped builder with a tiny random model: real engines, profiled, behind the real application."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,3 +68,14 @@ def test_a_stop_string_gives_back_everything(native: Fleet) -> None:
     eventually(native.is_idle, timeout_s=5.0)
     (stats,) = eventually(lambda: [s for s in native.stats().values() if not s.kv_used_blocks], timeout_s=5.0)
     assert stats.num_aborted >= 1
+
+
+def test_a_grammar_travels_from_the_ingress_to_the_engine(native: Fleet) -> None:
+    for fields in ({"guided_regex": "[0-9]{3}-[0-9]{4}"}, {"guided_choice": ["left", "right"]}):
+        answer = _complete(native, ignore_eos=False, max_tokens=20, temperature=1.0, **fields)
+        choice = answer["choices"][0]
+        assert re.fullmatch(r"\d{3}-\d{4}|left|right", choice["text"])
+        assert choice["finish_reason"] == "stop"
+    body = {"model": "tiny", "prompt": PROMPT, "guided_grammar": "root ::= x"}
+    refused = native.client.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_grammar")

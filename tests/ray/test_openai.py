@@ -77,7 +77,7 @@ def test_errors_reach_the_official_client(client: openai.OpenAI) -> None:
         ({"stream": "yes"}, 400, "invalid_type"),
         ({"max_tokens": 10**9}, 400, "context_length_exceeded"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, 400, "context_length_exceeded"),
-        ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter"),
+        ({"response_format": {"type": "xml"}}, 400, "invalid_value"),
         ({"nonsense": 1}, 400, "unknown_parameter"),
         (" " * (9 << 20), 413, "request_too_large"),
     ],

@@ -9,13 +9,9 @@ import httpx
 import pytest
 
 from dspark_ray.core.config import AppConfig, parse_app_config
-from dspark_ray.core.types import EngineStats
 from dspark_ray.models.tokenizer import Tokenizer
-from dspark_ray.serving.generation import RetryPolicy
-from dspark_ray.serving.http import build_api
-from dspark_ray.serving.parsing import ServedModel
-from dspark_ray.serving.service import CompletionService
-from tests.fakes import FakeEngine, LocalServer
+from tests.fakes import FakeEngine
+from tests.local_app import LocalApp
 from tests.tiny import tiny_tokenizer_dir
 
 CONFIG = parse_app_config(
@@ -33,47 +29,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(tiny_tokenizer_dir(tmp_path_factory.mktemp("tokenizer")))
 
 
-class Fleet:
-    """One engine, or none."""
-
-    def __init__(self, engine: FakeEngine) -> None:
-        self.engine: FakeEngine | None = engine
-        self.hangs = False
-
-    async def stats(self) -> list[EngineStats]:
-        if self.hangs:
-            await asyncio.Event().wait()
-        return self.last_stats()
-
-    def last_stats(self) -> list[EngineStats]:
-        if self.engine is None:
-            return []
-        stats = self.engine.stats()
-        return [EngineStats(**{f: getattr(stats, f) for f in EngineStats.__slots__} | {"ready": True})]
-
-    async def metrics_page(self) -> bytes:
-        return b"dspark_drafts_total 1.0\n"
-
-
-class App:
-    """The API of `config` around a fake engine, and a client."""
+class App(LocalApp):
+    """A fake engine's application, and requests to it."""
 
     def __init__(
         self, tokenizer: Tokenizer, config: AppConfig = CONFIG, step_ms: float = 0.0, **retry: Any
     ) -> None:
-        self.local = LocalServer(FakeEngine(config, step_ms=step_ms))
-        self.fleet = Fleet(self.local.engine)
-        service = CompletionService(
-            self.local,
-            self.local,
-            tokenizer.detokenizer,
-            timeout_s=config.serving.request_timeout_s,
-            retry=RetryPolicy(backoff_s=(0.0,), **retry),
-        )
-        model = ServedModel(config.model.id, config.model.max_model_len, tokenizer)
-        self.api = build_api(config, service, model, self.fleet, {"dspark_ray": "1"})
-        transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
-        self.client = httpx.AsyncClient(transport=transport, base_url="http://test")
+        super().__init__(tokenizer, FakeEngine(config, step_ms=step_ms), config, **retry)
 
     async def chat(self, **fields: Any) -> httpx.Response:
         body = {"model": "m", "messages": MESSAGES, **fields}
@@ -82,11 +44,6 @@ class App:
     async def complete(self, **fields: Any) -> httpx.Response:
         body = {"model": "m", "prompt": "abc", **fields}
         return await self.client.post("/v1/completions", json=body)
-
-    async def settle(self) -> None:
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert self.local.is_idle
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ class CharTokenizer:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 MODEL = ServedModel("m", 64, CharTokenizer())
 
 
@@ -149,8 +150,22 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         ({"ignore_eos": "no"}, "ignore_eos"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [TOOL, TOOL]}, None),
+        ({"tool_choice": "required"}, None),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, None),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, None),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": "1"}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),

@@ -1,0 +1,141 @@
+"""The ingress' side of grammar compilation: one worker process, a time limit, a cache."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from dspark_ray.core.errors import QueueFullError, RequestError
+from dspark_ray.core.types import CompiledGrammar
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0  # imports and the vocabulary
+MAX_WAITING = 32
+CACHE_BYTES = 64 << 20
+_LINE_LIMIT_BYTES = 64 << 20
+
+
+class GrammarCompiler:
+    """Compiles in a process of its own, started when the first grammar comes. Belongs to one event loop."""
+
+    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+        """`command` starts a process that speaks as serving/grammar_worker.py does."""
+        self._command = tuple(command)
+        self._timeout_s = timeout_s
+        self._worker: asyncio.subprocess.Process | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._num_waiting = 0
+        self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # newest last
+        self._cached_bytes = 0
+
+    @classmethod
+    def of_model(cls, model_dir: Path, timeout_s: float) -> "GrammarCompiler":
+        """For the vocabulary of a model directory."""
+        return cls((sys.executable, "-m", "dspark_ray.serving.grammar_worker", str(model_dir)), timeout_s)
+
+    async def compile(self, tag: str) -> CompiledGrammar:
+        """Raises `RequestError` for a grammar that is wrong, too large or takes too long to compile, and
+        `QueueFullError` when too many wait."""
+        key = hashlib.sha256(tag.encode()).hexdigest()
+        if (known := self._cached(key)) is not None:
+            return known
+        if self._num_waiting >= MAX_WAITING:
+            raise QueueFullError("too many grammars wait to be compiled; try again later")
+        self._num_waiting += 1
+        # A client that leaves must not cut the exchange short: the next one would read its answer.
+        exchange = asyncio.ensure_future(self._compile(key, tag))
+        exchange.add_done_callback(self._exchanged)
+        return await asyncio.shield(exchange)
+
+    async def close(self) -> None:
+        """Ends the worker."""
+        await self._kill()
+
+    def _exchanged(self, exchange: "asyncio.Future[CompiledGrammar]") -> None:
+        self._num_waiting -= 1
+        if not exchange.cancelled():
+            exchange.exception()  # marks it as seen: who left does not want it
+
+    async def _compile(self, key: str, tag: str) -> CompiledGrammar:
+        async with self._one_at_a_time:
+            if (known := self._cached(key)) is not None:
+                return known
+            worker = await self._started()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await _exchange(worker, {"tag": tag})
+            except TimeoutError as error:
+                await self._kill()
+                raise RequestError(
+                    f"the grammar takes longer than {self._timeout_s:g} s to compile; make it smaller",
+                    code="invalid_grammar",
+                ) from error
+            if answer is None:
+                await self._kill()
+                raise RequestError("the grammar cannot be compiled", code="invalid_grammar")
+            if "error" in answer:
+                raise RequestError(str(answer["error"]), code="invalid_grammar")
+            grammar = CompiledGrammar(answer["digest"], answer["compiled"])
+            self._keep(key, grammar)
+            return grammar
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        """The running worker; raises what keeps it from starting."""
+        if self._worker is not None and self._worker.returncode is None:
+            return self._worker
+        self._worker = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            # It must find this program where this process did, which Ray may have told it by other means.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            limit=_LINE_LIMIT_BYTES,
+        )
+        ready = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_TIMEOUT_S):
+                ready = await _read(self._worker)
+        if ready is None:
+            await self._kill()
+            raise RuntimeError("the process that compiles grammars does not start; the log says why")
+        return self._worker
+
+    async def _kill(self) -> None:
+        if self._worker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._worker.kill()
+            await self._worker.wait()
+            self._worker = None
+
+    def _cached(self, key: str) -> CompiledGrammar | None:
+        if key in self._cache:
+            self._cache.move_to_end(key)
+        return self._cache.get(key)
+
+    def _keep(self, key: str, grammar: CompiledGrammar) -> None:
+        self._cache[key] = grammar
+        self._cached_bytes += len(grammar.compiled)
+        while self._cached_bytes > CACHE_BYTES:
+            self._cached_bytes -= len(self._cache.popitem(last=False)[1].compiled)
+
+
+async def _exchange(worker: asyncio.subprocess.Process, request: dict[str, str]) -> dict[str, str] | None:
+    """The worker's answer; None if it died over the request."""
+    assert worker.stdin is not None
+    worker.stdin.write(json.dumps(request).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):
+        await worker.stdin.drain()
+    return await _read(worker)
+
+
+async def _read(worker: asyncio.subprocess.Process) -> dict[str, str] | None:
+    assert worker.stdout is not None
+    line = await worker.stdout.readline()
+    return json.loads(line) if line else None
