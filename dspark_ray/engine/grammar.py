@@ -1,7 +1,6 @@
 """The grammars of running requests: loaded once each, beside the step loop where there is a thread for it."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +22,7 @@ class Grammars:
         """`load_vocabulary` is called when the first request has a grammar, and may take seconds."""
         self._load_vocabulary = load_vocabulary
         self._vocabulary: GrammarVocabulary | None = None
-        self._loaded: OrderedDict[str, xgrammar.CompiledGrammar] = OrderedDict()  # newest last
+        self._loaded: dict[str, xgrammar.CompiledGrammar] = {}  # by digest, oldest first
         self._lock = threading.Lock()
 
     @classmethod
@@ -51,11 +50,12 @@ class Grammars:
         return GrammarAdjuster(vocabulary.walk(loaded))
 
     def _load(self, grammar: CompiledGrammar) -> "tuple[GrammarVocabulary, xgrammar.CompiledGrammar]":
+        vocabulary, loaded = self._vocabulary, self._loaded.get(grammar.digest)
+        if vocabulary is not None and loaded is not None:
+            return vocabulary, loaded  # without the lock: the step loop must not wait for another one's load
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = self._load_vocabulary()
-            loaded = self._loaded.pop(grammar.digest, None) or self._vocabulary.load_grammar(grammar)
-            self._loaded[grammar.digest] = loaded
+            vocabulary = self._vocabulary = self._vocabulary or self._load_vocabulary()
+            loaded = self._loaded[grammar.digest] = vocabulary.load_grammar(grammar)
             if len(self._loaded) > CACHED_GRAMMARS:
-                self._loaded.popitem(last=False)
-            return self._vocabulary, loaded
+                del self._loaded[next(iter(self._loaded))]
+            return vocabulary, loaded

@@ -13,7 +13,7 @@ import xgrammar
 from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import CompiledGrammar, FinishReason, Request
 from dspark_ray.engine.engine import Engine
-from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.grammar import CACHED_GRAMMARS, Grammars
 from dspark_ray.models.adjust import FORBIDDEN, Columns
 from dspark_ray.models.grammar import GrammarAdjuster, GrammarVocabulary
 from tests.reference import dense_logits
@@ -206,3 +206,20 @@ def test_a_grammar_of_another_vocabulary_is_refused() -> None:
     other = GrammarVocabulary(["", "x", "y"], xgrammar.VocabType.RAW, [0])
     with pytest.raises(RequestError, match="another vocabulary"):
         other.load_grammar(SEVEN)
+
+
+def test_a_loaded_grammar_waits_for_no_other_one() -> None:
+    """What the step loop asks for is there at once while another thread loads; the oldest are forgotten."""
+    grammars = Grammars(lambda: VOCABULARY)
+    asked = replace(requests()[0], grammar=SEVEN)
+    work = grammars.slow_work(asked)
+    assert work is not None
+    work()
+    assert grammars.slow_work(asked) is None
+    with grammars._lock:  # as a load that takes long would hold it
+        assert grammars(asked) is not None
+    for number in range(CACHED_GRAMMARS):
+        other = ebnf(f'root ::= "{"a" * (number + 1)}"')
+        grammars(replace(asked, grammar=other))
+    assert grammars.slow_work(asked) is not None
+    assert grammars(replace(asked, grammar=None)) is None
