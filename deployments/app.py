@@ -9,10 +9,11 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from deployments.ingress import Ingress, TextFactory, model_text
 from deployments.server import LLMServer
-from dspark_ray.core.config import AppConfig, with_absolute_paths
+from dspark_ray.core.config import AppConfig, ServingConfig, with_absolute_paths
 from dspark_ray.preflight.check import require_sound
 from dspark_ray.runtime.engine_actor import EngineFactory
 from dspark_ray.runtime.engine_factory import ENGINE_FACTORIES
@@ -38,17 +39,51 @@ def assemble(config: AppConfig, factory: EngineFactory, text_factory: TextFactor
     serving, placement = config.serving, replica_placement(config)
     server = _deployment(
         LLMServer,
-        num_replicas=serving.num_replicas,
+        **replica_options(serving),
         max_ongoing_requests=serving.max_ongoing_requests,
         # Room for every running request of a replica that dies, beside an equal number of new ones.
-        max_queued_requests=serving.max_ongoing_requests * serving.num_replicas,
+        max_queued_requests=serving.max_ongoing_requests * serving.most_replicas,
         placement_group_bundles=list(placement.bundles),
         placement_group_strategy=placement.strategy,
+        request_router_config=router_config(serving),
     )
     ingress = _deployment(
         Ingress, num_replicas=serving.num_ingress_replicas, max_ongoing_requests=INGRESS_ONGOING
     )
     return ingress.bind(config, server.bind(config, factory), text_factory)
+
+
+def replica_options(serving: ServingConfig) -> dict[str, Any]:
+    """How many replicas: a number, or a policy that decides. Its delays are its own, Serve adds none."""
+    scaling = serving.autoscaling
+    if scaling is None:
+        return {"num_replicas": serving.num_replicas}
+    first = min(max(serving.num_replicas, scaling.min_replicas), scaling.max_replicas)
+    config = AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        initial_replicas=first,
+        metrics_interval_s=scaling.stats_period_s,
+        look_back_period_s=2 * scaling.stats_period_s,
+        upscale_delay_s=0.0,
+        downscale_delay_s=0.0,
+        policy=AutoscalingPolicy(
+            policy_function="deployments.autoscaling:GoodputAutoscaler",
+            policy_kwargs=scaling.model_dump(mode="json"),
+        ),
+    )
+    return {"autoscaling_config": config}
+
+
+def router_config(serving: ServingConfig) -> RequestRouterConfig:
+    """Who picks the replica of each request."""
+    if serving.router == "pow2":
+        return RequestRouterConfig()
+    options: dict[str, Any] = {  # its own type hints take no values
+        "request_router_class": "deployments.router:GoodputRouter",
+        "request_routing_stats_period_s": serving.router_stats_period_s,
+    }
+    return RequestRouterConfig(**options)
 
 
 def _deployment(replica_class: type, **options: Any) -> Any:

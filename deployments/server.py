@@ -3,15 +3,21 @@
 import asyncio
 import logging
 import os
+import time
+from dataclasses import asdict
+from typing import Any
 
 from ray import serve
 
+from deployments.router import STATS_KEY
 from dspark_ray.core.config import AppConfig, for_replica
 from dspark_ray.core.errors import DsparkError, EngineDeadError
-from dspark_ray.core.types import Request, RequestOutput
+from dspark_ray.core.types import EngineStats, Request, RequestOutput
 from dspark_ray.runtime.engine_actor import EngineFactory
 from dspark_ray.runtime.engine_client import EngineClient
 from dspark_ray.runtime.logs import configure_logging
+from dspark_ray.scheduling.autoscale import replica_demand
+from dspark_ray.scheduling.load import ReplicaLoad
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,8 @@ class LLMServer:
         replica = serve.get_replica_context()
         logger.info("replica %s: starting its engine", replica.replica_id.unique_id)
         config = for_replica(config, replica.rank.rank)
+        self._config = config
+        self._last_stats: tuple[EngineStats | None, float] = (None, time.monotonic())
         self._engine = await EngineClient.start(
             config, replica.app_name, replica.replica_id.unique_id, factory, self._exit
         )
@@ -40,6 +48,23 @@ class LLMServer:
             return await self._engine.generate(request)
         except DsparkError as error:
             return error
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Called by Serve every `serving.router_stats_period_s`, for the routers."""
+        try:
+            return {STATS_KEY: asdict(ReplicaLoad.of(await self._engine.stats()))}
+        except EngineDeadError:
+            return {}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve every `serving.autoscaling.stats_period_s`, for the autoscaling policy."""
+        scaling, now_s = self._config.serving.autoscaling, time.monotonic()
+        if scaling is None:
+            return {}
+        stats = await self._engine.stats()
+        before, before_s = self._last_stats
+        self._last_stats = (stats, now_s)
+        return asdict(replica_demand(stats, before, now_s - before_s, scaling.target_tokens_per_s))
 
     async def check_health(self) -> None:
         """Called by Serve; raising replaces this replica."""

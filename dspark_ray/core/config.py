@@ -179,13 +179,38 @@ class SchedulerConfig(Section):
         return tuple(TierTerms(tier, one.weight, one.target_tokens_per_s) for tier, one in tiers)
 
 
+class AutoscalingConfig(Section):
+    """How the number of replicas follows the demand."""
+
+    min_replicas: int = Field(1, ge=0, description="0: none while nobody asks for anything")
+    max_replicas: int = Field(ge=1)
+    target_tokens_per_s: float = Field(20.0, gt=0, description="speed each request should have")
+    target_utilization: float = Field(0.8, gt=0.0, le=1.0, description="share of that capacity to be used")
+    queue_time_s: float = Field(1.0, gt=0, description="in which what waits should be worked off")
+    down_after_s: float = Field(60.0, ge=0, description="how long fewer replicas must have been enough")
+    stats_period_s: float = Field(1.0, ge=0.1)
+    dry_run: bool = Field(False, description="only log what would be done")
+
+    @model_validator(mode="after")
+    def _check(self) -> "AutoscalingConfig":
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("serving.autoscaling.min_replicas must not exceed max_replicas")
+        return self
+
+
 class ServingConfig(Section):
     """The Serve deployments."""
 
-    num_replicas: int = Field(1, ge=1, description="model copies")
+    num_replicas: int = Field(1, ge=1, description="model copies; with autoscaling: to begin with")
+    autoscaling: AutoscalingConfig | None = Field(None, description="None: num_replicas, always")
     num_ingress_replicas: int = Field(1, ge=1)
     replica_cpus: float = Field(1.0, ge=0.0, description="Ray CPUs reserved per engine actor")
     max_ongoing_requests: int = Field(256, ge=1, description="per replica, running and queued")
+    router: Literal["goodput", "pow2"] = Field(
+        "goodput",
+        description="throughput that the request adds, or Serve's default: the shorter queue of two",
+    )
+    router_stats_period_s: float = Field(0.5, ge=0.05, description="age that loads may reach (goodput)")
     request_timeout_s: float = Field(600.0, gt=0)
     log_interval_s: float = Field(10.0, gt=0, description="speculation log line")
     tool_format: Literal["auto", "hermes", "llama"] = Field(
@@ -195,6 +220,15 @@ class ServingConfig(Section):
         "auto", description="thoughts that are split off; auto: <think> if the chat template knows it"
     )
     grammar_timeout_s: float = Field(5.0, gt=0, description="longest compilation of a grammar before a 400")
+
+    @property
+    def least_replicas(self) -> int:
+        """How many replicas there always should be."""
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
+    def most_replicas(self) -> int:
+        return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
 
 class HardwareConfig(Section):

@@ -245,6 +245,10 @@ class EngineStats:
     plan_age_ms: float | None = None  # None: no live plan, the replica plans alone
     ready: bool = False  # the canary generation has passed
     kind: str = "native"  # "timed": its times are simulated
+    max_running: int = 0
+    kv_block_size: int = 0  # tokens
+    rates: tuple[tuple[int, float], ...] = ()  # throughput by requests: scheduling/load.py
+    prefill_ms_per_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

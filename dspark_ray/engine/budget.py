@@ -16,6 +16,7 @@ from dspark_ray.scheduling.cap import TokenBucket
 from dspark_ray.scheduling.correction import OnlineCorrection
 from dspark_ray.scheduling.gate import GateSettings, should_draft, speculation_pays
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView
+from dspark_ray.scheduling.load import Rates, request_counts, throughput_curve
 from dspark_ray.scheduling.lockstep import within_step
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
 from dspark_ray.scheduling.utility import Claims, claims_of
@@ -148,6 +149,20 @@ class BudgetPlanner:
         draft = self.draft_ms(num_drafting)
         factor = float(self.correction.factor(np.array([rows]))[0])
         return verify, verify * factor + draft
+
+    def rates(self, max_running: int) -> Rates:
+        """Throughput by number of requests at the live mean survival; empty while costs are unknown."""
+        if self.table is None:
+            return ()
+        survival = np.zeros_like(self._prior) if self.mode is VerificationMode.OFF else self._prior
+        return throughput_curve(survival, self.table, self.correction, request_counts(max_running))
+
+    def prefill_ms_per_token(self) -> float:
+        """What a prompt's token adds to a step, as long as there is room in it."""
+        if self.table is None or self._max_step_rows < 2:
+            return 0.0
+        whole_ms = self.table.verify_cost_ms(self._max_step_rows) - self.table.verify_cost_ms(1)
+        return whole_ms / (self._max_step_rows - 1)
 
     def _rule(self) -> str:
         # No table, or a flat one: nothing is known to cost anything, so everything is verified.

@@ -397,6 +397,10 @@ class Engine:
             step_predicted_ms=recent.predicted_ms,
             step_measured_ms=recent.measured_ms,
             plan_age_ms=self._coupling.plan_age_ms(),
+            max_running=self.admission.max_running,
+            kv_block_size=self.pool.block_size,
+            rates=self.budget.rates(self.admission.max_running),
+            prefill_ms_per_token=self.budget.prefill_ms_per_token(),
         )
 
     def recent_steps(self) -> list[StepRecord]:

@@ -109,7 +109,7 @@ def _add_models(api: FastAPI, model: ServedModel) -> None:
 
 
 def _add_operations(api: FastAPI, config: AppConfig, fleet: Fleet, versions: dict[str, str]) -> None:
-    readiness = Readiness(config.serving.num_replicas)
+    readiness = Readiness(config.serving.least_replicas)
 
     def status(stats: list[EngineStats]) -> tuple[bool, dict[str, Any]]:
         ready = readiness.update(stats)

@@ -21,7 +21,7 @@ class Readiness:
     def update(self, stats: Sequence[EngineStats]) -> bool:
         num_ready = sum(stat.ready for stat in stats)
         self._was_complete = self._was_complete or num_ready >= self.expected_replicas
-        return self._was_complete and num_ready > 0
+        return self._was_complete and (num_ready > 0 or self.expected_replicas == 0)
 
 
 def status_body(config: AppConfig, stats: Sequence[EngineStats], *, ready: bool) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def status_body(config: AppConfig, stats: Sequence[EngineStats], *, ready: bool)
         "status": "ready" if ready else "starting",
         "model": config.model.id,
         "replicas": {
-            "expected": config.serving.num_replicas,
+            "expected": config.serving.least_replicas,
             "live": len(stats),
             "ready": sum(stat.ready for stat in stats),
         },
