@@ -7,8 +7,8 @@ several, and time per output token is taken over tokens, not events.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -106,6 +106,49 @@ def drive(
             started = time.perf_counter()
             timings = await asyncio.gather(*(one(prompt) for prompt in prompts))
             return LoadReport(concurrency, time.perf_counter() - started, list(timings))
+
+    return asyncio.run(run())
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of an open loop."""
+
+    at_s: float  # after the start
+    prompt: RawPrompt
+    max_tokens: int
+    fields: Mapping[str, Any] = field(default_factory=dict)  # more of its body
+
+
+def drive_open(
+    url: str,
+    model: str,
+    arrivals: Sequence[Arrival],
+    *,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> LoadReport:
+    """Sends each request at its time, whatever became of those before it: what a crowd of users does."""
+
+    async def run() -> LoadReport:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=url, timeout=_TIMEOUT, limits=limits, transport=transport
+        ) as client:
+            started = time.perf_counter()
+
+            async def one(arrival: Arrival) -> ClientTiming:
+                await asyncio.sleep(arrival.at_s - (time.perf_counter() - started))
+                options = {
+                    "model": model,
+                    "max_tokens": arrival.max_tokens,
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                    **arrival.fields,
+                }
+                return await _request(client, arrival.prompt, options)
+
+            timings = await asyncio.gather(*(one(arrival) for arrival in arrivals))
+            return LoadReport(len(arrivals), time.perf_counter() - started, list(timings))
 
     return asyncio.run(run())
 

@@ -7,7 +7,7 @@ import pytest
 
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.models.prompts import RawPrompt
-from dspark_ray.profiling.load import ClientTiming, LoadReport, drive, find_model
+from dspark_ray.profiling.load import Arrival, ClientTiming, LoadReport, drive, drive_open, find_model
 
 PROMPTS = [
     RawPrompt(1, messages=({"role": "user", "content": "hi"},)),
@@ -74,3 +74,16 @@ def test_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(httpx, "get", refuse)
     with pytest.raises(ConfigError, match="no OpenAI-compatible server"):
         find_model("http://127.0.0.1:9")
+
+
+def test_an_open_loop_sends_each_request_with_its_own_fields() -> None:
+    bodies: list[dict] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return answer(request)
+
+    arrivals = [Arrival(0.0, PROMPTS[1], 7), Arrival(0.01, PROMPTS[1], 9, {"service_tier": "flex"})]
+    report = drive_open("http://server", "m", arrivals, transport=httpx.MockTransport(handler))
+    assert report.figures()["output_tokens"] == 10
+    assert [(body["max_tokens"], body.get("service_tier")) for body in bodies] == [(7, None), (9, "flex")]
