@@ -15,6 +15,7 @@ from dspark_ray.scheduling.step_table import StepTable
 logger = logging.getLogger(__name__)
 
 MAX_TABLES = 64
+REST = 4.0  # a round that took t ms is followed by no other for REST·t: planning never takes all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class _Member:
 class FleetScheduler:
     """Full state per replica, the last report wins; a replica that falls silent leaves the view.
 
-    Not thread-safe. Every call returns within one planning round.
+    Not thread-safe. Every call returns within one planning round. A report starts a round unless the last one
+    was so long that rounds would take all the time; then it is answered from that one.
     """
 
     def __init__(self, app_name: str, config: SchedulerConfig, clock: Clock) -> None:
@@ -45,6 +47,8 @@ class FleetScheduler:
         self._members: dict[str, _Member] = {}
         self._tables: OrderedDict[str, StepTable] = OrderedDict()  # the least recently used first
         self._num_rounds = 0
+        self._round: dict[str, StepPlan] = {}  # the newest plans, by replica
+        self._round_due_ms: float | None = None  # None: at once
         self._set_config(config)
 
     def configure(self, config: SchedulerConfig) -> None:
@@ -53,15 +57,24 @@ class FleetScheduler:
             self._set_config(config)
 
     def report(self, report: SurvivalReport) -> PlanReply:
-        """Takes a report and plans the whole fleet with it; the plan for its replica."""
+        """Takes a report and plans the fleet with it; the plan for its replica."""
         member = self._members.get(report.replica_id)
         if member is not None and _age(report) <= _age(member.report):
             return PlanReply(None, knows_table=report.table_digest in self._tables)
         self._learn_table(report)
         self._members[report.replica_id] = _Member(replace(report, table=None), self._clock.now_ms())
-        plans = {plan.replica_id: plan for plan in self.plans()}
+        now_ms = self._clock.now_ms()
+        if self._round_due_ms is None or now_ms >= self._round_due_ms:
+            self._round = {plan.replica_id: plan for plan in self.plans()}
+            ended_ms = self._clock.now_ms()
+            self._round_due_ms = ended_ms + REST * (ended_ms - now_ms)
+        plan = self._round.get(
+            report.replica_id
+        )  # None: new since the last round, it plans alone till the next
+        if plan is not None:
+            plan = replace(plan, generation=report.generation, sequence=report.sequence)
         return PlanReply(
-            plans[report.replica_id],
+            plan,
             knows_table=not report.table_digest or report.table_digest in self._tables,
         )
 
@@ -80,6 +93,7 @@ class FleetScheduler:
     def remove(self, replica_id: str) -> None:
         """The replica is shutting down: its share goes to the others at once."""
         self._members.pop(replica_id, None)
+        self._round_due_ms = None
 
     def set_cap(self, draft_tokens_per_s: float | None) -> None:
         """The fleet-wide verify rate from now on; None takes the cap off. Raises `ConfigError`."""
@@ -89,6 +103,7 @@ class FleetScheduler:
         if draft_tokens_per_s is not None and not 0 < draft_tokens_per_s < float("inf"):
             raise ConfigError(f"the cap must be a positive number of tokens/s, not {draft_tokens_per_s}")
         self._cap = draft_tokens_per_s
+        self._round_due_ms = None
 
     def state(self) -> dict[str, Any]:
         """For humans: who is there and what they were told."""
@@ -119,6 +134,7 @@ class FleetScheduler:
         self._config = config
         self._policy = FLEET_POLICIES.get(config.policy)()
         self._cap = config.cap_draft_tokens_per_s
+        self._round_due_ms = None
 
     def _learn_table(self, report: SurvivalReport) -> None:
         if report.table is not None and report.table_digest not in self._tables:

@@ -13,12 +13,14 @@ import numpy as np
 
 from dspark_ray.core.registry import Registry
 from dspark_ray.core.types import SERVICE_TIERS, FleetView, ServiceTier, StepPlan, SurvivalReport
-from dspark_ray.scheduling.knapsack import Options, pareto, split
+from dspark_ray.scheduling.knapsack import Options, concave, pareto, split, split_concave
 from dspark_ray.scheduling.lockstep import Member, best_step_ms
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
 from dspark_ray.scheduling.survival import rank_tokens
 from dspark_ray.scheduling.utility import Claims, claims_of, utility_curve
 
+EXACT_REPLICAS = 64  # beyond it a cap is split over concave hulls
+HULL_POINTS = 33
 EVEN_SPLIT_TOLERANCE = 0.01  # an uneven split must bring this much more than one by demand
 
 
@@ -56,10 +58,14 @@ class SharedCapPolicy:
     much to within `EVEN_SPLIT_TOLERANCE`: shares then follow the cap smoothly, and equal replicas stay
     equal.
     A replica whose table is unknown gets an equal part of the cap until its table arrives.
+    Above 64 replicas their curves are replaced by concave hulls, which can be split in the time of a sort.
     """
 
+    def __init__(self) -> None:
+        self._curves = _Curves()
+
     def plan(self, view: FleetView, tables: Mapping[str, StepTable]) -> tuple[StepPlan, ...]:
-        shares = _shares(view, tables)
+        shares = self._curves.shares(view, tables)
         return tuple(_plan(one, "shared_cap", share) for one, share in zip(view.reports, shares, strict=True))
 
 
@@ -71,10 +77,13 @@ class WeightedPolicy:
     throughput. Without a cap nothing couples replicas but the terms: each weighs its own requests.
     """
 
+    def __init__(self) -> None:
+        self._curves = _Curves()
+
     def plan(self, view: FleetView, tables: Mapping[str, StepTable]) -> tuple[StepPlan, ...]:
         plans = (
             _plan(one, "weighted", share)
-            for one, share in zip(view.reports, _shares(view, tables), strict=True)
+            for one, share in zip(view.reports, self._curves.shares(view, tables), strict=True)
         )
         return tuple(replace(one, tiers=view.tiers, target_boost=view.target_boost) for one in plans)
 
@@ -130,18 +139,34 @@ def _claims(report: SurvivalReport, view: FleetView) -> Claims | None:
     return claims_of(tiers, np.zeros(num_decoding, dtype=np.float32), view.tiers, view.target_boost)
 
 
-def _shares(view: FleetView, tables: Mapping[str, StepTable]) -> list[float | None]:
-    """The cap split over the reports, in their order; None for each without a cap."""
-    reports, cap = view.reports, view.cap_draft_tokens_per_s
-    if cap is None:
-        return [None] * len(reports)
-    shares = dict.fromkeys(range(len(reports)), cap / max(len(reports), 1))
-    known = [i for i, report in enumerate(reports) if report.table_digest in tables]
-    curves = [
-        rate_options(reports[i], tables[reports[i].table_digest], _claims(reports[i], view)) for i in known
-    ]
-    shares.update(zip(known, share_cap(curves, sum(shares[i] for i in known)), strict=True))
-    return [shares[i] for i in range(len(reports))]
+class _Curves:
+    """Each replica's options, worked out once a report: a round over many replicas is then cheap."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[object, Options, Options]] = {}  # replica → what it is of, curve, hull
+
+    def shares(self, view: FleetView, tables: Mapping[str, StepTable]) -> list[float | None]:
+        """The cap split over the reports, in their order; None for each without a cap."""
+        reports, cap = view.reports, view.cap_draft_tokens_per_s
+        if cap is None:
+            return [None] * len(reports)
+        shares = dict.fromkeys(range(len(reports)), cap / max(len(reports), 1))
+        places = [i for i, report in enumerate(reports) if report.table_digest in tables]
+        self._known = {reports[i].replica_id: self._of(reports[i], view, tables) for i in places}
+        known = [self._known[reports[i].replica_id] for i in places]
+        curves = [curve if len(known) <= EXACT_REPLICAS else hull for _, curve, hull in known]
+        shares.update(zip(places, share_cap(curves, sum(shares[i] for i in places)), strict=True))
+        return [shares[i] for i in range(len(reports))]
+
+    def _of(
+        self, report: SurvivalReport, view: FleetView, tables: Mapping[str, StepTable]
+    ) -> tuple[object, Options, Options]:
+        identity = (report.generation, report.sequence, report.table_digest, view.tiers, view.target_boost)
+        found = self._known.get(report.replica_id)
+        if found is not None and found[0] == identity:
+            return found
+        curve = rate_options(report, tables[report.table_digest], _claims(report, view))
+        return identity, curve, concave(curve, HULL_POINTS)
 
 
 def share_cap(curves: Sequence[Options], cap: float) -> list[float]:
@@ -153,10 +178,13 @@ def share_cap(curves: Sequence[Options], cap: float) -> list[float]:
     by_demand = cap * (demand / total if total > 0 else np.full(len(curves), 1.0 / len(curves)))
     if total <= cap:
         return [float(share) for share in by_demand]
-    used = np.array([curve.usage[k] for curve, k in zip(curves, split(curves, cap), strict=True)])
+    are_hulls = len(curves) > EXACT_REPLICAS
+    chosen = split_concave(curves, cap) if are_hulls else split(curves, cap)
+    used = np.array([curve.usage[k] for curve, k in zip(curves, chosen, strict=True)])
     unmet = demand - used
     by_value = used + (cap - float(used.sum())) * unmet / unmet.sum()
-    if _value(curves, by_demand) >= (1.0 - EVEN_SPLIT_TOLERANCE) * _value(curves, by_value):
+    # Hulls have small segments and no steps to fall off: their split is smooth as it is.
+    if not are_hulls and _value(curves, by_demand) >= (1.0 - EVEN_SPLIT_TOLERANCE) * _value(curves, by_value):
         return [float(share) for share in by_demand]
     return [float(share) for share in by_value]
 

@@ -39,6 +39,36 @@ def pareto(usage: Float64Array, value: Float64Array) -> Options:
     return Options(usage[kept].astype(np.float64), value[kept].astype(np.float64))
 
 
+def concave(options: Options, max_points: int) -> Options:
+    """The upper concave hull, thinned to `max_points` of its corners; first and last stay."""
+    usage, value = options.usage, options.value
+    while len(usage) > 2:
+        slope = np.diff(value) / np.diff(usage)
+        kept = np.concatenate(
+            ([True], slope[:-1] > slope[1:], [True])
+        )  # else below a chord of its neighbours
+        if kept.all():
+            break
+        usage, value = usage[kept], value[kept]
+    if len(usage) > max_points:
+        places = np.unique(np.linspace(0, len(usage) - 1, max_points).astype(np.int64))
+        usage, value = usage[places], value[places]
+    return Options(usage, value)
+
+
+def split_concave(hulls: Sequence[Options], capacity: float) -> list[int]:
+    """The corner of each hull with the greatest total value within `capacity`, by steepness. For many groups.
+
+    Falls short of the best mix of corners by less than the value of one segment: the first that does not fit.
+    """
+    owners = np.repeat(np.arange(len(hulls)), [len(hull.usage) - 1 for hull in hulls])
+    usage = np.concatenate([np.diff(hull.usage) for hull in hulls])
+    slope = np.concatenate([np.diff(hull.value) for hull in hulls]) / usage
+    order = np.argsort(-slope, kind="stable")
+    fitting = int(np.searchsorted(np.cumsum(usage[order]), capacity, side="right"))
+    return [int(n) for n in np.bincount(owners[order[:fitting]], minlength=len(hulls))]
+
+
 def grid_cells(num_groups: int) -> int:
     """Cells that the capacity is cut into: 64 a group, within 1024 and 4096."""
     return min(max(_CELLS_AT_LEAST, _CELLS_PER_GROUP * num_groups), _CELLS_AT_MOST)

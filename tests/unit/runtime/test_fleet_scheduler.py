@@ -65,6 +65,20 @@ def test_plans_carry_identity_number_and_lifetime(fleet: FleetScheduler) -> None
     assert (plan.replica_id, plan.generation, plan.sequence, plan.ttl_ms) == ("a", 3, 7, 1000.0)
 
 
+def test_long_rounds_are_followed_by_a_rest(
+    clock: ManualClock, fleet: FleetScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = fleet.plans
+    monkeypatch.setattr(fleet, "plans", lambda: (clock.advance(20.0), plans())[1])
+    assert share(fleet, "a", 1) == pytest.approx(100.0)
+    assert fleet.report(report("b", 1)).plan is None  # 20 ms of planning, 80 ms of rest
+    assert share(fleet, "a", 2) == pytest.approx(100.0)
+    clock.advance(81.0)
+    assert share(fleet, "b", 2) == pytest.approx(50.0)
+    fleet.set_cap(50.0)  # is not kept waiting
+    assert share(fleet, "a", 3) == pytest.approx(25.0)
+
+
 def test_stale_reports_get_no_plan(fleet: FleetScheduler) -> None:
     fleet.report(report("a", sequence=5, generation=2))
     assert fleet.report(report("a", sequence=5, generation=2)).plan is None

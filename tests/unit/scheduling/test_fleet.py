@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dspark_ray.core.types import FleetView, RowClaims, ServiceTier, SurvivalReport, TierTerms
+from dspark_ray.scheduling import fleet
 from dspark_ray.scheduling.fleet import FLEET_POLICIES, rate_options, share_cap
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
@@ -189,3 +190,33 @@ def test_without_a_cap_nothing_couples():
 def test_no_replicas():
     assert share_cap([], 10.0) == []
     assert shares([], 10.0) == []
+
+
+def test_many_replicas_share_the_cap_as_few_do():
+    rng = np.random.default_rng(8)
+    scores = [survival(rng.random((4, 7)) ** 0.3) for _ in range(4)]
+    kinds = [report("x", one, table) for one, table in zip(scores, (SMOOTH, STEEP) * 2, strict=True)]
+    few = shares(kinds, 100.0)
+    many = shares([replace(kinds[n % 4], replica_id=f"{n:03}") for n in range(100)], 2500.0)
+    assert sum(many) == pytest.approx(2500.0)
+    worth = [
+        sum(
+            rate_options(kinds[n % 4], TABLES[kinds[n % 4].table_digest]).value_at(s)
+            for n, s in enumerate(split)
+        )
+        for split in (few, many)
+    ]
+    assert worth[1] >= 0.98 * 25 * worth[0]
+
+
+def test_a_curve_is_worked_out_once_a_report(monkeypatch):
+    policy = FLEET_POLICIES.get("shared_cap")()
+    seen: list[str] = []
+    original = fleet.rate_options
+    monkeypatch.setattr(
+        fleet, "rate_options", lambda one, *rest: (seen.append(one.replica_id), original(one, *rest))[1]
+    )
+    first = report("a", np.full((2, 1), 0.5), SMOOTH)
+    for reports in ((first,), (first,), (replace(first, sequence=8),)):
+        policy.plan(FleetView(reports, dict(TABLES), 5.0), TABLES)
+    assert seen == ["a", "a"]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dspark_ray.scheduling.knapsack import Options, grid_cells, pareto, split
+from dspark_ray.scheduling.knapsack import Options, concave, grid_cells, pareto, split, split_concave
 
 
 def brute_force(groups: list[Options], capacity: float) -> float:
@@ -65,3 +65,30 @@ def test_many_groups_stay_fast_enough_and_feasible():
     groups = [random_group(rng) for _ in range(100)]
     chosen = split(groups, 500.0)
     assert sum(g.usage[k] for g, k in zip(groups, chosen, strict=True)) <= 500.0 + 1e-6
+
+
+def test_a_hull_is_concave_above_its_curve_and_keeps_its_ends():
+    rng = np.random.default_rng(2)
+    for _ in range(100):
+        group = random_group(rng)
+        hull = concave(group, max_points=99)
+        slopes = np.diff(hull.value) / np.diff(hull.usage)
+        assert (np.diff(slopes) < 0).all()
+        assert (hull.usage[0], hull.usage[-1]) == (group.usage[0], group.usage[-1])
+        over = np.interp(group.usage, hull.usage, hull.value)
+        assert (over >= group.value - 1e-9).all()
+        assert np.isin(hull.usage, group.usage).all()
+    curve = Options(np.arange(100.0), np.sqrt(np.arange(100.0)))
+    assert len(concave(curve, 33).usage) == 33
+
+
+def test_many_groups_are_split_within_a_segment_of_the_optimum():
+    rng = np.random.default_rng(3)
+    for _ in range(30):
+        hulls = [concave(random_group(rng), 99) for _ in range(4)]
+        capacity = float(rng.random() * sum(hull.usage[-1] for hull in hulls))
+        chosen = split_concave(hulls, capacity)
+        assert sum(hull.usage[k] for hull, k in zip(hulls, chosen, strict=True)) <= capacity + 1e-9
+        worth = sum(hull.value[k] for hull, k in zip(hulls, chosen, strict=True))
+        gap = max((np.diff(hull.value).max() for hull in hulls if len(hull.usage) > 1), default=0.0)
+        assert worth >= brute_force(hulls, capacity) - gap
