@@ -207,7 +207,7 @@ class ServingConfig(Section):
     replica_cpus: float = Field(1.0, ge=0.0, description="Ray CPUs reserved per engine actor")
     max_ongoing_requests: int = Field(256, ge=1, description="per replica, running and queued")
     router: Literal["goodput", "pow2"] = Field(
-        "goodput",
+        "pow2",
         description="throughput that the request adds, or Serve's default: the shorter queue of two",
     )
     router_stats_period_s: float = Field(0.5, ge=0.05, description="age that loads may reach (goodput)")

@@ -33,7 +33,12 @@ def timed(cluster: str, model_dir: Path, tmp_path_factory: pytest.TempPathFactor
             "model": {"id": "timed", "source": str(model_dir), "max_model_len": 1024},
             "engine": {"kind": "timed", "timed": {"step_tables": tables, "acceptance": [[0.9], [0.5]]}},
             "scheduler": {"policy": "weighted"},
-            "serving": {"num_replicas": 2, "replica_cpus": 0.1, "router_stats_period_s": 0.2},
+            "serving": {
+                "num_replicas": 2,
+                "replica_cpus": 0.1,
+                "router": "goodput",
+                "router_stats_period_s": 0.2,
+            },
         }
     )
     serve.run(build_app(config), name=APP, route_prefix="/timed")
