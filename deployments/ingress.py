@@ -24,6 +24,7 @@ from dspark_ray.runtime.token_stream import TokenStream
 from dspark_ray.runtime.transport import bind_inbox
 from dspark_ray.serving.grammar_compiler import GrammarCompiler
 from dspark_ray.serving.http import build_api
+from dspark_ray.serving.logprobs import TextOfToken
 from dspark_ray.serving.parsing import served_model
 from dspark_ray.serving.service import CompletionService
 from dspark_ray.serving.text import NewDetokenizer, Tokenizer
@@ -40,6 +41,7 @@ class TextTools:
 
     tokenizer: Tokenizer
     new_detokenizer: NewDetokenizer
+    token_text: TextOfToken
     grammars: GrammarCompiler
 
 
@@ -50,12 +52,13 @@ TextFactory = Callable[[AppConfig], TextTools]
 def model_text(config: AppConfig) -> TextTools:
     """The `TextFactory` of real models: the tokenizer beside the weights."""
     from dspark_ray.models.fetch import resolve_model
+    from dspark_ray.models.token_text import TokenTexts
     from dspark_ray.models.tokenizer import Tokenizer as ModelTokenizer
 
     model_dir = resolve_model(config.model.source, weights=False)
     tokenizer = ModelTokenizer.load(model_dir)
     grammars = GrammarCompiler.of_model(model_dir, config.serving.grammar_timeout_s)
-    return TextTools(tokenizer, tokenizer.detokenizer, grammars)
+    return TextTools(tokenizer, tokenizer.detokenizer, TokenTexts(tokenizer), grammars)
 
 
 class ReplicaBackend:
@@ -107,6 +110,7 @@ class Ingress:
             ReplicaBackend(server),
             self._streams,
             self._text.new_detokenizer,
+            self._text.token_text,
             config.serving.request_timeout_s,
             self._text.grammars.compile,
         )

@@ -24,6 +24,7 @@ from dspark_ray.core.types import (
     SpeculationCounters,
     StepPlan,
     SurvivalReport,
+    TokenLogprobs,
 )
 from dspark_ray.scheduling.step_table import StepTable
 
@@ -173,11 +174,27 @@ class FakeEngine:
             if reason is not None:
                 break
         self._count(running, len(tokens))
+        output = self._with_logprobs(request, tokens, is_first=len(running.output) == len(tokens))
         if reason is None:
-            return RequestOutput(request.request_id, tuple(tokens))
+            return output
         del self._requests[request.request_id]
         self._num_finished += 1
-        return RequestOutput(request.request_id, tuple(tokens), reason, self._usage(running))
+        return replace(output, finish_reason=reason, usage=self._usage(running))
+
+    def _with_logprobs(self, request: Request, tokens: list[int], *, is_first: bool) -> RequestOutput:
+        """A token's log-probability is its id, negative; the likeliest ones are tokens 5, 6, 7, ..."""
+        sampling, prompt = request.sampling, request.prompt_token_ids[1:] if is_first else ()
+
+        def told(token_ids: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...]:
+            top = tuple((5 + rank, -float(rank)) for rank in range(num_top or 0))
+            return () if num_top is None else tuple(TokenLogprobs(-float(t), top) for t in token_ids)
+
+        return RequestOutput(
+            request.request_id,
+            tuple(tokens),
+            logprobs=told(tokens, sampling.logprobs),
+            prompt_logprobs=told(prompt, sampling.prompt_logprobs),
+        )
 
     def _count(self, running: _Running, num_tokens: int) -> None:
         counters, accepted = self._counters, num_tokens - 1

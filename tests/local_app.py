@@ -9,6 +9,7 @@ import httpx
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import CompiledGrammar
+from dspark_ray.models.token_text import TokenTexts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.serving.generation import RetryPolicy
 from dspark_ray.serving.http import build_api
@@ -49,6 +50,7 @@ class LocalApp:
             self.local,
             self.local,
             tokenizer.detokenizer,
+            TokenTexts(tokenizer),
             config.serving.request_timeout_s,
             compile_grammar,
             RetryPolicy(backoff_s=(0.0,), **retry),

@@ -212,6 +212,7 @@ class ServingConfig(Section):
     )
     router_stats_period_s: float = Field(0.5, ge=0.05, description="age that loads may reach (goodput)")
     request_timeout_s: float = Field(600.0, gt=0)
+    speculation_control: bool = Field(True, description="requests may set `speculation` (docs/api.md)")
     log_interval_s: float = Field(10.0, gt=0, description="speculation log line")
     tool_format: Literal["auto", "hermes", "llama"] = Field(
         "auto", description="how the model writes tool calls; auto: as its chat template says"

@@ -1,8 +1,10 @@
 """One choice's text, told apart into thoughts, content and tool calls as it comes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dspark_ray.core.types import FinishReason, RequestUsage
+from dspark_ray.serving.logprobs import ShownToken
 from dspark_ray.serving.reasoning import Reasoning, ReasoningSplit
 from dspark_ray.serving.tool_calls import CallDelta, ToolCallReader
 from dspark_ray.serving.tools import ToolFormat
@@ -26,6 +28,7 @@ class ChoiceEvent:
     num_tokens: int
     finish_reason: FinishReason | None = None
     usage: RequestUsage | None = None
+    tokens: tuple[ShownToken, ...] = ()  # with log-probabilities only, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,10 @@ class Answer:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[list[CallDelta]] = []
+        self.tokens: list[ShownToken] = []
 
-    def add(self, delta: AnswerDelta) -> None:
+    def add(self, delta: AnswerDelta, tokens: Sequence[ShownToken] = ()) -> None:
+        self.tokens += tokens
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
         for call in delta.calls:

@@ -20,6 +20,7 @@ from dspark_ray.serving.schemas import (
     ChatPromptFields,
     CompletionRequest,
     GenerationFields,
+    SpeculationFields,
     parse_body,
 )
 from dspark_ray.serving.text import Tokenizer
@@ -46,6 +47,7 @@ class ServedModel:
     tokenizer: Tokenizer
     tool_format: ToolFormat = HERMES
     thinks: bool = False  # it may write its thoughts before its answer
+    speculation_control: bool = True  # requests may say how much of them is drafted
 
 
 def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
@@ -53,7 +55,14 @@ def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
     serving, template = config.serving, tokenizer.chat_template
     tool_format = TOOL_FORMATS.get(serving.tool_format) or format_of_template(template)
     thinks = THINK in template if serving.reasoning == "auto" else serving.reasoning == "think"
-    return ServedModel(config.model.id, config.model.max_model_len, tokenizer, tool_format, thinks)
+    return ServedModel(
+        config.model.id,
+        config.model.max_model_len,
+        tokenizer,
+        tool_format,
+        thinks,
+        serving.speculation_control,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +78,8 @@ class Job:
     stream: bool
     include_usage: bool
     num_per_prompt: int  # n: choices that share a prompt
+    echo: tuple[str, ...] = ()  # the text of each prompt, if the answers begin with it
+    echo_only: bool = False  # nothing follows it
     shape: AnswerShape = PLAIN_TEXT
     constraint: str | None = None  # structural tag that the text must follow, not compiled yet
     response: ResponseHead | None = None  # how `/v1/responses` wants it answered
@@ -77,6 +88,11 @@ class Job:
         """The same, its constraint compiled."""
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, constraint=None)
+
+    @property
+    def logprobs(self) -> bool:
+        """Whether the answers tell log-probabilities."""
+        return self.requests[0].sampling.logprobs is not None
 
     @property
     def prompt_tokens(self) -> int:
@@ -171,10 +187,18 @@ def parse_completion(body: dict[str, Any], model: ServedModel, request_id: str |
     """`POST /v1/completions`. Raises `RequestError`; may take long for long texts."""
     check_model(body, model)
     fields = parse_body(CompletionRequest, body)
-    prompts = [_prompt_token_ids(prompt, model) for prompt in fields.prompts()]
+    texts = fields.prompts()
+    prompts = [_prompt_token_ids(prompt, model) for prompt in texts]
     limits = [_token_limit(prompt, fields.token_limit, model, "prompt") for prompt in prompts]
     job = _job(fields, prompts, limits, model, request_id, chat=False)
-    return replace(job, constraint=_tag(fields, fields.constraint(), Reasoning.NONE))
+    constraint = _tag(fields, fields.constraint(), Reasoning.NONE)
+    if not fields.echo:
+        return replace(job, constraint=constraint)
+    echo = (
+        text if isinstance(text, str) else model.tokenizer.decode(text, skip_special_tokens=False)
+        for text in texts
+    )
+    return replace(job, constraint=constraint, echo=tuple(echo), echo_only=fields.max_tokens == 0)
 
 
 def check_model(body: dict[str, Any], model: ServedModel) -> None:
@@ -233,6 +257,12 @@ def _job(
     chat: bool,
 ) -> Job:
     check_token_ids(fields.stop_token_ids, model.tokenizer, "stop_token_ids")
+    if fields.speculation is not None and not model.speculation_control:
+        raise RequestError(
+            "this server does not let requests control speculation; leave 'speculation' out",
+            param="speculation",
+            code="unsupported_parameter",
+        )
     rules = token_rules(fields, model.tokenizer)
     engine_id = uuid.uuid4().hex  # clients may use an id twice; no engine may see one twice
     requests: list[Request] = []
@@ -302,4 +332,13 @@ def _sampling(
         logit_bias=rules.logit_bias,
         bad_words=rules.bad_words,
         allowed_token_ids=rules.allowed_token_ids,
+        max_draft_tokens=_max_draft_tokens(fields.speculation),
+        logprobs=fields.num_logprobs,
+        prompt_logprobs=fields.num_logprobs if fields.echoes else None,
     )
+
+
+def _max_draft_tokens(speculation: SpeculationFields | None) -> int | None:
+    if speculation is None:
+        return None
+    return speculation.max_tokens if speculation.enabled else 0

@@ -6,6 +6,7 @@ from typing import Any
 
 from dspark_ray.core.types import FinishReason, RequestUsage
 from dspark_ray.serving.answer import Answer, AnswerDelta, ChoiceEvent
+from dspark_ray.serving.logprobs import ShownToken, chat_logprobs, completion_logprobs
 from dspark_ray.serving.parsing import Job
 from dspark_ray.serving.tool_calls import CallDelta
 
@@ -47,7 +48,8 @@ def full_body(
     choices = []
     for index, (answer, reason) in enumerate(zip(answers, reasons, strict=True)):
         content = {"message": _message(answer)} if job.chat else {"text": answer.content}
-        choices.append({"index": index, **content, "logprobs": None, "finish_reason": str(reason)})
+        logprobs = _logprobs(job, answer.tokens)
+        choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": str(reason)})
     kind = "chat.completion" if job.chat else "text_completion"
     return {**_head(job, kind), "choices": choices, "usage": usage}
 
@@ -80,6 +82,7 @@ class ChunkWriter:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._offsets = [0] * len(job.requests)  # characters of the tokens told so far
 
     def opening(self) -> bytes:
         """The role of each chat choice."""
@@ -91,8 +94,11 @@ class ChunkWriter:
     def event(self, event: ChoiceEvent) -> bytes:
         """Text and end are two chunks, as OpenAI sends them; nothing while text is held back."""
         chunks = b""
-        if content := self._content(event.delta):
-            chunks += sse(_chunk(self._job, event.index, content, None))
+        content = self._content(event.delta)
+        if content or event.tokens:
+            logprobs = _logprobs(self._job, event.tokens, self._offsets[event.index])
+            self._offsets[event.index] += sum(len(one.token.text) for one in event.tokens)
+            chunks += sse(_chunk(self._job, event.index, content, None, logprobs))
         if event.finish_reason is not None:
             nothing: dict[str, Any] | str = {} if self._job.chat else ""
             chunks += sse(_chunk(self._job, event.index, nothing, event.finish_reason))
@@ -138,13 +144,24 @@ def model_body(model_id: str, created: int, max_model_len: int) -> dict[str, Any
     }
 
 
+def _logprobs(job: Job, tokens: Sequence[ShownToken], offset: int = 0) -> dict[str, Any] | None:
+    """In the shape of the route; None where they were not asked for."""
+    if not job.logprobs:
+        return None
+    return chat_logprobs(tokens) if job.chat else completion_logprobs(tokens, offset)
+
+
 def _chunk(
-    job: Job, index: int, content: dict[str, Any] | str, reason: FinishReason | None
+    job: Job,
+    index: int,
+    content: dict[str, Any] | str,
+    reason: FinishReason | None,
+    logprobs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     choice = {
         "index": index,
         "delta" if job.chat else "text": content,
-        "logprobs": None,
+        "logprobs": logprobs,
         "finish_reason": None if reason is None else str(reason),
     }
     chunk = {**_head(job, _chunk_kind(job)), "choices": [choice]}

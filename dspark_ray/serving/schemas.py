@@ -19,6 +19,7 @@ MAX_BAD_WORD_CHARS = 128
 MAX_LEVEL = 8
 MAX_TARGET_TOKENS_PER_S = 1e4
 MAX_KEY_CHARS = 256
+MAX_TOP_LOGPROBS = 20
 INT32 = 1 << 31
 INT64 = 1 << 63
 
@@ -37,6 +38,13 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False  # OpenAI pads chunks against traffic analysis; there is no padding here
+
+
+class SpeculationFields(Body):
+    """`speculation`: of this request alone. It changes how fast the text comes, not what it is."""
+
+    enabled: bool = True
+    max_tokens: int | None = Field(None, ge=0, le=32, description="draft tokens verified in a step, at most")
 
 
 class GenerationFields(ConstraintFields):
@@ -73,6 +81,17 @@ class GenerationFields(ConstraintFields):
     )
     bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     allowed_token_ids: list[TokenId] = Field(default_factory=list, description="empty: all")
+    speculation: SpeculationFields | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each token; None: no log-probabilities."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """The text begins with the prompt."""
+        return False
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationFields":
@@ -92,6 +111,18 @@ class ChatCompletionRequest(GenerationFields, ChatPromptFields):
     """`POST /v1/chat/completions`."""
 
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> "ChatCompletionRequest":
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed when logprobs is true")
+        return self
 
     @model_validator(mode="after")
     def _check_limits_agree(self) -> "ChatCompletionRequest":
@@ -111,6 +142,23 @@ class CompletionRequest(GenerationFields):
     prompt: Any = Field(
         description="a string, a list of strings, a list of token ids, or a list of such lists"
     )
+    max_tokens: int | None = Field(None, ge=0, description="0: with echo, nothing but the prompt")
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @model_validator(mode="after")
+    def _check_there_is_an_answer(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens must be at least 1, or 0 with echo")
+        return self
 
     @model_validator(mode="after")
     def _check_prompt(self) -> "CompletionRequest":
@@ -120,7 +168,8 @@ class CompletionRequest(GenerationFields):
 
     @property
     def token_limit(self) -> int:
-        return self.max_tokens or 16  # OpenAI's default for this route
+        """At least 1: a request for nothing but its prompt generates a token that is not shown."""
+        return 16 if self.max_tokens is None else max(1, self.max_tokens)  # 16 is OpenAI's default here
 
     def prompts(self) -> list[str | list[int]]:
         """One text or list of token ids each; raises `ValueError` for any other shape."""

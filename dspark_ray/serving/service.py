@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from dspark_ray.core.errors import DsparkError
 from dspark_ray.core.types import CompiledGrammar, FinishReason, RequestOutput, RequestUsage
 from dspark_ray.serving import responses
-from dspark_ray.serving.answer import Answer, ChoiceEvent
+from dspark_ray.serving.answer import Answer, AnswerDelta, ChoiceEvent
 from dspark_ray.serving.errors import GenerationTimeoutError, http_error
 from dspark_ray.serving.generation import Backend, Generation, RetryPolicy, Streams
+from dspark_ray.serving.logprobs import ShownToken, TextOfToken, shown_prompt, shown_tokens
 from dspark_ray.serving.merge import merge
 from dspark_ray.serving.parsing import Job
 from dspark_ray.serving.response_events import ResponseEvents, response_body
@@ -50,6 +51,7 @@ class CompletionService:
     backend: Backend
     streams: Streams
     new_detokenizer: NewDetokenizer
+    token_text: TextOfToken
     timeout_s: float
     compile_grammar: CompileGrammar
     retry: RetryPolicy = field(default_factory=RetryPolicy)
@@ -62,7 +64,7 @@ class CompletionService:
         tally = _Tally(job)
         async with aclosing(self._events(job)) as events:
             async for event in events:
-                answers[event.index].add(event.delta)
+                answers[event.index].add(event.delta, event.tokens)
                 tally.add(event)
                 if event.finish_reason is not None:
                     reasons[event.index] = event.finish_reason
@@ -133,17 +135,34 @@ class CompletionService:
         generation = Generation(job.requests[index], self.backend, self.streams, self.retry)
         text = ChoiceText(self.new_detokenizer(job.text), job.text.include_stop)
         reader = job.shape.reader()
+        is_first = True
         async with aclosing(generation.outputs()) as outputs:
             async for output in outputs:
+                if is_first and job.echo:
+                    yield self._echo(job, index, output)
+                is_first = False
+                if job.echo_only:  # one token is generated, since no engine runs a request for none
+                    yield ChoiceEvent(index, AnswerDelta(), 0, FinishReason.LENGTH, output.usage)
+                    return
                 delta = text.add(output)
                 reason, usage = delta.finish_reason, output.usage
                 if reason is not None and output.finish_reason is None:
                     usage = await _usage_after_stop(generation, outputs)
                 answer = reader.push(delta.text, last=reason is not None)
                 reason = None if reason is None else reader.finish_reason(reason)
-                yield ChoiceEvent(index, answer, delta.num_tokens, reason, usage)
+                counted = output.token_ids[: delta.num_tokens]
+                tokens = shown_tokens(counted, output.logprobs, self.token_text)
+                yield ChoiceEvent(index, answer, delta.num_tokens, reason, usage, tokens)
                 if reason is not None:
                     return
+
+    def _echo(self, job: Job, index: int, first: RequestOutput) -> ChoiceEvent:
+        """The prompt, before anything else of a choice. first: its first output"""
+        request, text = job.requests[index], job.echo[index // job.num_per_prompt]
+        tokens: tuple[ShownToken, ...] = ()
+        if request.sampling.prompt_logprobs is not None:
+            tokens = shown_prompt(request.prompt_token_ids, first.prompt_logprobs, self.token_text)
+        return ChoiceEvent(index, AnswerDelta(text), 0, tokens=tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """What clients may send, what is refused, and in which words."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,8 +149,12 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         ({"max_tokens": 3.0}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, None),
         ({"ignore_eos": "no"}, "ignore_eos"),
-        ({"logprobs": True}, "logprobs"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 2}, None),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"speculation": True}, "speculation"),
+        ({"speculation": {"max_tokens": -1}}, "speculation.max_tokens"),
+        ({"speculation": {"depth": 3}}, "speculation.depth"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [TOOL, TOOL]}, None),
@@ -320,3 +325,41 @@ def test_every_shape_of_a_prompt(prompt: Any, num_prompts: int) -> None:
 )
 def test_wrong_prompts_are_refused(prompt: Any) -> None:
     assert refused({"model": "m", "prompt": prompt}, parse_completion).status == 400
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "hi", **fields}
+
+
+def test_logprobs_in_the_words_of_each_route() -> None:
+    asked = parse_chat(chat(logprobs=True, top_logprobs=3), MODEL).requests[0].sampling
+    assert (asked.logprobs, asked.prompt_logprobs) == (3, None)
+    assert parse_chat(chat(logprobs=True), MODEL).requests[0].sampling.logprobs == 0
+    assert parse_chat(chat(logprobs=False), MODEL).requests[0].sampling.logprobs is None
+    asked = parse_completion(completion(logprobs=2), MODEL).requests[0].sampling
+    assert (asked.logprobs, asked.prompt_logprobs) == (2, None)
+    asked = parse_completion(completion(logprobs=2, echo=True), MODEL).requests[0].sampling
+    assert (asked.logprobs, asked.prompt_logprobs) == (2, 2)
+    assert refused(completion(logprobs=21), parse_completion).param == "logprobs"
+    assert refused(completion(logprobs=True), parse_completion).param == "logprobs"
+
+
+def test_echo_may_ask_for_nothing_but_the_prompt() -> None:
+    job = parse_completion(completion(prompt=["ab", "c"], echo=True, max_tokens=0), MODEL)
+    assert (job.echo, job.echo_only) == (("ab", "c"), True)
+    assert {request.sampling.max_tokens for request in job.requests} == {1}
+    assert "with echo" in refused(completion(max_tokens=0), parse_completion).message
+    assert refused(chat(max_tokens=0)).param == "max_tokens"
+
+
+def test_requests_may_control_their_speculation() -> None:
+    def limit(**fields: Any) -> int | None:
+        return parse_chat(chat(**fields), MODEL).requests[0].sampling.max_draft_tokens
+
+    assert limit() is limit(speculation={}) is limit(speculation={"enabled": True}) is None
+    assert limit(speculation={"max_tokens": 3}) == 3
+    assert limit(speculation={"enabled": False, "max_tokens": 3}) == 0
+    with pytest.raises(RequestError) as caught:
+        parse_chat(chat(speculation={"enabled": False}), replace(MODEL, speculation_control=False))
+    assert (caught.value.param, caught.value.code) == ("speculation", "unsupported_parameter")
+    parse_chat(chat(), replace(MODEL, speculation_control=False))
