@@ -114,9 +114,11 @@ class Server:
     def start(cls, system: System, base: Path, folder: Path, variables: dict[str, str]) -> Self:
         """The process, not yet ready."""
         slug = system.name.replace(" ", "-")
-        command = _own_command(system, base, folder / f"{slug}.yaml")
+        config = folder / f"{slug}.yaml"
+        command = _own_command(system, base, config)
         if system.command is not None:
-            command = shlex.split(_filled(system.command, variables).format(port=system.port))
+            text = _filled(system.command, variables).format(port=system.port, config=config)
+            command = shlex.split(text)
         log = folder / f"{slug}.log"
         environment = {**os.environ, **{k: _filled(v, variables) for k, v in system.environment.items()}}
         with log.open("wb") as output:

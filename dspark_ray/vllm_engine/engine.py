@@ -110,7 +110,8 @@ class VllmEngine:
     # -- the engine loop's thread --------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
-        """Hands a request to vLLM. `RequestError` if it can never run, `QueueFullError` if too many wait."""
+        """Hands a request to vLLM. `RequestError` if it can never run, `QueueFullError` if too many wait,
+        `EngineDeadError` if its core has just died: the loop ends, and the request runs elsewhere."""
         assert request.request_id not in self._running, f"request id {request.request_id!r} is in use"
         self._check_room(request)
         try:
@@ -119,11 +120,11 @@ class VllmEngine:
             raise
         except Exception as error:
             known = self._client.as_error(error)
-            if known is None or isinstance(known, EngineDeadError):
-                raise RequestError(
-                    f"the engine failed on this request: {error}", status=500, code="engine_error"
-                ) from error
-            raise known from error
+            if known is not None:
+                raise known from error
+            raise RequestError(
+                f"the engine failed on this request: {error}", status=500, code="engine_error"
+            ) from error
         self._running[request.request_id] = running
 
     def abort(self, request_id: str) -> bool:

@@ -44,6 +44,8 @@ class FakeClient:
     async def add(self, request: Request) -> Any:
         if request.sampling.temperature > 2:
             raise RefusedError("temperature must be in [0, 2]")
+        if request.sampling.seed is not None:
+            raise {1: ConnectionError("no core"), 2: KeyError("a bug")}[request.sampling.seed]
         queue: Any = asyncio.Queue()
         queue.request_id = request.request_id
         self.collectors[request.request_id] = queue
@@ -54,6 +56,8 @@ class FakeClient:
         self.aborted.append(collector.request_id)
 
     def as_error(self, error: Exception) -> DsparkError | None:
+        if isinstance(error, ConnectionError):
+            return EngineDeadError(str(error))
         return RequestError(str(error)) if isinstance(error, RefusedError) else None
 
     def shutdown(self) -> None:
@@ -157,6 +161,8 @@ def test_an_aborted_request_is_silent(bench: Bench) -> None:
         ({"max_tokens": 30}, RequestError, "exceed the model's 32"),
         ({"max_tokens": 2, "emitted": (5, 6)}, RequestError, "nothing to generate"),
         ({"temperature": 3.0}, RequestError, "temperature must be in"),
+        ({"seed": 1}, EngineDeadError, "no core"),
+        ({"seed": 2}, RequestError, "the engine failed on this request"),
     ],
 )
 def test_requests_that_cannot_run(
