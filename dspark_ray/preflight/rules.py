@@ -292,6 +292,16 @@ def memory_suffices(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def quantization_is_the_engines(facts: Facts) -> Iterator[Problem]:
+    config = facts.config
+    if config.engine.kind == "vllm" and config.model.quantization != "none":
+        yield Problem(
+            "model.quantization",
+            f"{config.model.quantization} weights are made by the native engine",
+            "set it to none and name a quantised checkpoint, or use vllm.engine_args.quantization",
+        )
+
+
 def scheduler_reaches_the_engine(facts: Facts) -> Iterator[Problem]:
     config = facts.config
     if config.engine.kind == "vllm" and config.scheduler.policy != "local":
@@ -314,6 +324,7 @@ RULES: tuple[Rule, ...] = (
     ranks_divide_the_model,
     ranks_fit_the_nodes,
     memory_suffices,
+    quantization_is_the_engines,
     scheduler_reaches_the_engine,
 )
 

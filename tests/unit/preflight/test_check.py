@@ -207,6 +207,12 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "vLLM chooses its own",
         "local",
     ),
+    "weights that vLLM does not quantise so": (
+        QWEN,
+        {"model.quantization": "int8"},
+        "made by the native engine",
+        "quantised checkpoint",
+    ),
     "a table for vLLM": (QWEN, {"speculation.step_table": "t.json"}, "profiles by itself", "remove it"),
 }
 
