@@ -31,6 +31,7 @@ def engine_arguments(config: AppConfig, model: str) -> dict[str, Any]:
         "data_parallel_size": vllm.data_parallel_size,
         "enable_expert_parallel": vllm.expert_parallel,
         "distributed_executor_backend": vllm.executor,
+        "scheduling_policy": "priority",  # first come, first served among equals
         "disable_log_stats": True,  # ours are read all the same; vLLM's own are not exported twice
         "speculative_config": speculation,
     }

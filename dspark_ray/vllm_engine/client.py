@@ -50,7 +50,9 @@ class AsyncLLMClient:
     async def add(self, request: Request) -> Any:
         prompt = tokens_input([*request.prompt_token_ids, *request.emitted_token_ids])
         sampling = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.DELTA)
-        return await self._llm.add_request(request.request_id, prompt, sampling)
+        return await self._llm.add_request(
+            request.request_id, prompt, sampling, priority=request.priority.level
+        )
 
     async def abort(self, collector: Any) -> None:
         await self._llm.abort(collector.request_id, internal=True)

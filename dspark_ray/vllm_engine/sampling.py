@@ -1,10 +1,10 @@
 """From our sampling parameters to vLLM's: each is mapped, or refused where it would be ignored."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from dspark_ray.core.errors import RequestError
-from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.core.types import Priority, Request, SamplingParams
 
 # Same name and meaning in vLLM.
 _SAME = (
@@ -19,6 +19,7 @@ _TRANSLATED = (
     "temperature",
     "seed",
     "choice",
+    "shared_noise",  # vLLM has the rejection rule only: a seed's text repeats while drafts and load do
     "top_k",
     "max_tokens",
     "min_tokens",
@@ -42,6 +43,8 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
             param="response_format",
             code="unsupported_parameter",
         )
+    if replace(request.priority, level=0) != Priority():
+        raise _unsupported("service_tier")
     if num_emitted and (sampling.presence_penalty or sampling.frequency_penalty):
         # To vLLM the tokens emitted before are prompt, which these two penalties do not count.
         raise RequestError(
@@ -68,8 +71,9 @@ def _refuse_unmapped(sampling: SamplingParams) -> None:
         if field.name in (*_SAME, *_TRANSLATED):
             continue
         if getattr(sampling, field.name) != field.default:
-            raise RequestError(
-                f"parameter '{field.name}' is not supported by this server's engine; leave it out",
-                param=field.name,
-                code="unsupported_parameter",
-            )
+            raise _unsupported(field.name)
+
+
+def _unsupported(name: str) -> RequestError:
+    message = f"parameter '{name}' is not supported by this server's engine; leave it out"
+    return RequestError(message, param=name, code="unsupported_parameter")

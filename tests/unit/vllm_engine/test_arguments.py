@@ -6,7 +6,7 @@ import pytest
 
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.errors import ConfigError, RequestError
-from dspark_ray.core.types import CompiledGrammar, Request, SamplingParams
+from dspark_ray.core.types import CompiledGrammar, Priority, Request, SamplingParams, ServiceTier
 from dspark_ray.vllm_engine import version
 from dspark_ray.vllm_engine.arguments import engine_arguments
 from dspark_ray.vllm_engine.sampling import sampling_arguments
@@ -152,10 +152,24 @@ def test_what_is_greedy_here_is_greedy_there(sampling: SamplingParams) -> None:
     assert sampling_arguments(Request("r", (1,), sampling))["temperature"] == 0.0
 
 
-def test_a_parameter_without_a_counterpart_is_refused() -> None:
-    with pytest.raises(RequestError, match="'bad_words' is not supported by this server's engine") as caught:
-        sampling_arguments(Request("r", (1,), SamplingParams(bad_words=((4, 5),))))
-    assert (caught.value.status, caught.value.param) == (400, "bad_words")
+@pytest.mark.parametrize(
+    ("name", "request_"),
+    [
+        ("bad_words", Request("r", (1,), SamplingParams(bad_words=((4, 5),)))),
+        ("logprobs", Request("r", (1,), SamplingParams(logprobs=0))),
+        ("max_draft_tokens", Request("r", (1,), SamplingParams(max_draft_tokens=0))),
+        ("service_tier", Request("r", (1,), SamplingParams(), priority=Priority(ServiceTier.FLEX))),
+    ],
+)
+def test_a_parameter_without_a_counterpart_is_refused(name: str, request_: Request) -> None:
+    with pytest.raises(RequestError, match=f"'{name}' is not supported by this server's engine") as caught:
+        sampling_arguments(request_)
+    assert (caught.value.status, caught.value.param) == (400, name)
+
+
+def test_a_place_in_the_queue_is_vllms_own_priority() -> None:
+    assert sampling_arguments(Request("r", (1,), SamplingParams(), priority=Priority(level=-3)))
+    assert engine_arguments(config(), "owner/name")["scheduling_policy"] == "priority"
 
 
 @pytest.mark.parametrize(
