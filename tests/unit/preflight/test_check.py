@@ -58,9 +58,11 @@ def problems(args: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_is_sound(path: Path) -> None:
-    report = check_config(with_absolute_paths(load_app_config(path), [ROOT]))
+    config = with_absolute_paths(load_app_config(path), [ROOT])
+    report = check_config(config)
     assert report.problems == ()
-    assert report.memory is not None, "its shapes must ship, or nothing was checked"
+    if config.engine.kind != "timed":  # which loads no model
+        assert report.memory is not None, "its shapes must ship, or nothing was checked"
 
 
 def test_what_the_catalogue_starts_from_is_sound() -> None:
