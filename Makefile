@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup setup-vllm fetch serve format check test test-gpu test-vllm clean
+.PHONY: help setup setup-vllm fetch serve format check test test-gpu test-vllm docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -77,6 +77,23 @@ test-gpu: setup  ## the tests that need a GPU
 
 test-vllm: setup-vllm  ## the tests that need vLLM
 	$(VLLM_VENV)/bin/pytest -m vllm
+
+docs: setup  ## the documentation site, in build/site
+	@$(BIN)/python -c 'import material' 2> /dev/null || $(BIN)/python -m pip install --progress-bar=off -e ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# The wheel is installed beside this environment's dependencies, where the checkout cannot be seen.
+wheel: setup  ## sdist and wheel in dist/, checked in a fresh environment
+	rm -rf dist build/wheel-check
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m venv build/wheel-check
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > $$(build/wheel-check/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth
+	build/wheel-check/bin/python -m pip install --no-deps --disable-pip-version-check dist/*.whl
+	cd build/wheel-check && bin/dspark-ray --help > /dev/null && bin/python -c 'import dspark_ray, dspark_kernels, \
+	  pathlib; home = pathlib.Path(dspark_ray.__file__).parent; assert "wheel-check" in str(home), home; \
+	  assert (home / "serving/ui/index.html").is_file() and (home / "serving/ui/app.js").is_file()'
+	@echo "dist/ is good"
 
 clean:  ## remove the environment and what tools left; not the model cache
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -22,6 +22,7 @@ from dspark_ray.core.types import (
     RequestOutput,
     RequestUsage,
     SpeculationCounters,
+    StepDetails,
     StepPlan,
     SurvivalReport,
     TokenLogprobs,
@@ -175,6 +176,9 @@ class FakeEngine:
                 break
         self._count(running, len(tokens))
         output = self._with_logprobs(request, tokens, is_first=len(running.output) == len(tokens))
+        if request.speculation_details:
+            scores = tuple(round(0.8**k, 4) for k in range(1, self._gamma + 1))
+            output = replace(output, details=StepDetails(self._gamma, self._gamma, len(tokens) - 1, scores))
         if reason is None:
             return output
         del self._requests[request.request_id]

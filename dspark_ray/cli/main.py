@@ -9,7 +9,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from dspark_ray.cli import bench, calibrate, chat, check, evaluate, fetch, generate, profile, serve, train
+from dspark_ray.cli import (
+    bench,
+    calibrate,
+    chat,
+    check,
+    evaluate,
+    fetch,
+    generate,
+    plan,
+    profile,
+    serve,
+    simulate,
+    top,
+    train,
+)
 from dspark_ray.cli.common import print_error
 from dspark_ray.core.errors import DsparkError
 
@@ -51,12 +65,13 @@ def _options(
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
 
 
-_SERVE, _MAKE, _MEASURE = "Serve and talk", "Make a drafter", "Measure"
+_SERVE, _MAKE, _MEASURE, _PLAN = "Serve and talk", "Make a drafter", "Measure", "Plan a fleet"
 
 app.command("fetch", rich_help_panel=_SERVE)(fetch.fetch)
 app.command("check", rich_help_panel=_SERVE)(check.check)
 app.command("serve", rich_help_panel=_SERVE)(serve.serve)
 app.command("chat", rich_help_panel=_SERVE)(chat.chat)
+app.command("top", rich_help_panel=_SERVE)(top.top)
 app.command("generate", rich_help_panel=_SERVE)(generate.generate)
 app.command("generate-data", rich_help_panel=_MAKE)(train.generate_data)
 app.command("train", rich_help_panel=_MAKE)(train.train)
@@ -64,3 +79,5 @@ app.command("evaluate", rich_help_panel=_MAKE)(evaluate.evaluate)
 app.command("calibrate", rich_help_panel=_MAKE)(calibrate.calibrate)
 app.command("profile", rich_help_panel=_MEASURE)(profile.profile)
 app.command("bench", rich_help_panel=_MEASURE)(bench.bench)
+app.command("plan", rich_help_panel=_PLAN)(plan.plan)
+app.command("simulate", rich_help_panel=_PLAN)(simulate.simulate)

@@ -239,6 +239,14 @@ class HardwareConfig(Section):
     devices_per_node: int | None = Field(None, ge=1)
 
 
+class ObservabilityConfig(Section):
+    """What is written down besides metrics and log lines."""
+
+    record_path: str | None = Field(
+        None, description="folder for a line a step, one file an engine; what `simulate` reads"
+    )
+
+
 class AppConfig(Section):
     """Everything `build_app` and the command line take: the `args` of one application in the Serve YAML."""
 
@@ -249,6 +257,7 @@ class AppConfig(Section):
     serving: ServingConfig = ServingConfig()
     vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "AppConfig":
@@ -263,6 +272,8 @@ class AppConfig(Section):
                 "speculation.drafter.path is required (or drafter.hub_id): only vLLM reads a drafter from "
                 "the target's checkpoint"
             )
+        if self.engine.kind != "native" and self.observability.record_path is not None:
+            raise ValueError("observability.record_path: only the native engine records its steps")
         longest, block_size = self.model.max_model_len, self.engine.kv_block_size
         num_tokens = self.engine.kv_num_blocks * block_size
         # With a share of the device's memory to fill, vLLM counts the blocks itself.
@@ -336,7 +347,16 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
         trace = existing("engine.timed.acceptance_trace", timed.acceptance_trace)
         timed = timed.model_copy(update={"step_tables": tables, "acceptance_trace": trace})
         engine = engine.model_copy(update={"timed": timed})
-    changed = {"model": model, "engine": engine, "speculation": speculation.model_copy(update=updates)}
+    observability = config.observability
+    if observability.record_path is not None:  # a folder to be made, where the shell is
+        record_path = str((bases[0] / Path(observability.record_path).expanduser()).resolve())
+        observability = observability.model_copy(update={"record_path": record_path})
+    changed = {
+        "model": model,
+        "engine": engine,
+        "speculation": speculation.model_copy(update=updates),
+        "observability": observability,
+    }
     return config.model_copy(update=changed)
 
 

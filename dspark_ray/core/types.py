@@ -146,6 +146,7 @@ class Request:
     priority: Priority = Priority()
     session_key: str = ""  # requests with one key share a beginning: they are best served together
     grammar: CompiledGrammar | None = None
+    speculation_details: bool = False  # outputs say how their tokens came about
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,16 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class StepDetails:
+    """How one request's tokens of one step came about: the accepted ones, then the target's own."""
+
+    drafted: int
+    verified: int
+    accepted: int
+    survival: tuple[float, ...] = ()  # [verified] calibrated, as it ranked them
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The tokens one step emitted for one request; `finish_reason` and `usage` are set on the last."""
 
@@ -188,6 +199,7 @@ class RequestOutput:
     step_failed: bool = False  # with ERROR: a step that held this request raised, it may be the cause
     logprobs: tuple[TokenLogprobs, ...] = ()  # one a token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with the first token: of the prompt's second to last
+    details: StepDetails | None = None  # only where the request asks
 
 
 @dataclass(slots=True)

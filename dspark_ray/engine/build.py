@@ -10,6 +10,7 @@ from dspark_ray.core.config import AppConfig
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.models.drafters import dspark, ngram  # noqa: F401  (they register themselves)
 from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
 from dspark_ray.models.targets.decoder import Decoder, load_target
@@ -32,16 +33,20 @@ def build_engine(
     drafter = build_drafter(config, target)
     if table is None and config.speculation.step_table is not None:
         table = StepTable.load(Path(config.speculation.step_table))
-    return Engine(
+    clock = clock or SystemClock()
+    engine = Engine(
         config,
         target,
         drafter,
         table,
-        clock or SystemClock(),
+        clock,
         engine_id=engine_id,
         eos_token_ids=eos_token_ids(model_dir),
         grammars=Grammars.of_model(model_dir),
     )
+    if config.observability.record_path is not None:
+        engine.recorder = StepRecorder(Path(config.observability.record_path), engine_id, clock)
+    return engine
 
 
 def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:

@@ -22,6 +22,7 @@ from dspark_ray.core.types import (
     RequestOutput,
     RequestUsage,
     SpeculationCounters,
+    StepDetails,
     StepPlan,
     SurvivalReport,
 )
@@ -35,6 +36,7 @@ from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.grammar import Grammars
 from dspark_ray.engine.logprobs import prompt_logprobs, token_logprobs
 from dspark_ray.engine.recent import RecentSteps, StepRecord
+from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.engine.sequence import Draft, Sequence
 from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import ContextRows, DraftBlock, Drafter, DraftRequest, Outcome
@@ -96,6 +98,7 @@ class Engine:
         self.counters = SpeculationCounters(config.speculation.num_draft_tokens)
         self.draft_log: DraftLog | None = None  # set by those who calibrate
         self.grammars = grammars
+        self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
         self._coupling = Coupling(self.budget, clock)
         self._recent = RecentSteps(clock)
         self._clock = clock
@@ -109,6 +112,8 @@ class Engine:
         """Queues a request. `RequestError` if it can never run, `QueueFullError` if too many wait."""
         assert request.request_id not in self._sequences, f"request id {request.request_id!r} is in use"
         self._sequences[request.request_id] = self.admission.add(request)
+        if self.recorder is not None:
+            self.recorder.arrived(request.request_id)
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and frees all it holds; False if it is not here (any more)."""
@@ -118,6 +123,8 @@ class Engine:
         sequence.finish_reason = FinishReason.ABORT
         self.admission.drop(sequence)
         self._num_aborted += 1
+        if self.recorder is not None:
+            self.recorder.ended(sequence)
         return True
 
     def usage(self, request_id: str) -> RequestUsage | None:
@@ -209,6 +216,7 @@ class Engine:
             kept_rows.append(np.arange(first_row, first_row + committed))
             first_row += item.num_rows
             sequence.num_computed += committed
+            details = _details(item, accepted) if sequence.request.speculation_details else None
             emitted: list[int] = []
             if verdict is not None:
                 emitted = self._emit(sequence, [*draft_tokens[:accepted], verdict.next_token])
@@ -217,12 +225,14 @@ class Engine:
                 outcomes.append(outcome)
                 if self.draft_log is not None and sequence.draft is not None:
                     self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
+                if self.recorder is not None:
+                    self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
                 self._count_decode(sequence, outcome, len(emitted))
             self._register_prefix(sequence)
             if emitted:
                 self.counters.emitted_tokens += len(emitted)
                 logits = forwarded.logits[first_logits : first_logits + len(emitted)]
-                outputs.append(self._output(sequence, emitted, logits))
+                outputs.append(self._output(sequence, emitted, logits, details))
             if verdict is not None:
                 first_logits += len(draft_tokens) + 1
         if self.drafter is not None:
@@ -295,8 +305,12 @@ class Engine:
                 sequence.request.sampling.prompt_logprobs or 0,
             )
 
-    def _output(self, sequence: Sequence, emitted: list[int], logits: Tensor) -> RequestOutput:
+    def _output(
+        self, sequence: Sequence, emitted: list[int], logits: Tensor, details: StepDetails | None
+    ) -> RequestOutput:
         """The step's output; a finished request leaves the engine here. logits [len(emitted), V]"""
+        if self.recorder is not None:
+            self.recorder.emitted(sequence)
         request, num_top = sequence.request, sequence.request.sampling.logprobs
         is_first = sequence.num_output == len(emitted)
         output = RequestOutput(
@@ -304,6 +318,7 @@ class Engine:
             tuple(emitted),
             logprobs=() if num_top is None else tuple(token_logprobs(logits, emitted, num_top)),
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
+            details=details,
         )
         if sequence.finish_reason is None:
             return output
@@ -360,16 +375,17 @@ class Engine:
             self.budget.correction.update(rows, table_ms, max(measured_ms - draft_ms, 0.0))
         verified = sum(w.num_rows - 1 for w in batch.work if w.decoding)
         decoding = sum(w.decoding for w in batch.work)
-        self._recent.add(
-            StepRecord(
-                ended_ms=self._clock.now_ms(),
-                measured_ms=measured_ms,
-                predicted_ms=predicted_ms,
-                budget_tokens=verified,
-                rows=rows,
-                num_decoding=decoding,
-            )
+        record = StepRecord(
+            ended_ms=self._clock.now_ms(),
+            measured_ms=measured_ms,
+            predicted_ms=predicted_ms,
+            budget_tokens=verified,
+            rows=rows,
+            num_decoding=decoding,
         )
+        self._recent.add(record)
+        if self.recorder is not None:
+            self.recorder.step(record, num_drafted, batch.context_tokens)
         self._coupling.base_rows = rows - verified
 
     # -- what others see ---------------------------------------------------------------------------
@@ -448,3 +464,12 @@ class Engine:
             "kv": f"{self.pool.num_blocks} blocks of {self.pool.block_size} tokens ({kv_tokens} tokens, "
             f"{self.kv.num_bytes / 2**20:.0f} MiB)",
         }
+
+
+def _details(item: Work, accepted: int) -> StepDetails:
+    """For a request that wants to know how its tokens came about."""
+    draft, verified = item.sequence.draft, len(item.draft_tokens)
+    if draft is None:
+        return StepDetails(0, 0, 0)
+    survival = tuple(round(float(score), 4) for score in draft.survival[:verified])
+    return StepDetails(len(draft.token_ids), verified, accepted, survival)

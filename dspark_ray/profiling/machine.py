@@ -33,6 +33,7 @@ def portable_config(config: AppConfig) -> dict[str, Any]:
     speculation = values["speculation"]
     places = [(values["model"], "source"), (speculation["drafter"], "path")]
     places += [(speculation, "temperatures"), (speculation, "step_table")]
+    places += [(values["observability"], "record_path")]
     for section, key in places:
         if section[key] is not None and Path(section[key]).is_absolute():
             section[key] = Path(section[key]).name

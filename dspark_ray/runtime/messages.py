@@ -19,6 +19,7 @@ from dspark_ray.core.types import (
     RequestUsage,
     SamplingParams,
     ServiceTier,
+    StepDetails,
     StepPlan,
     TierTerms,
     TokenLogprobs,
@@ -121,11 +122,12 @@ def _pack_request(request: Request) -> list[Any]:
         astuple(request.priority),
         request.session_key,
         request.grammar and astuple(request.grammar),
+        request.speculation_details,
     ]
 
 
 def _unpack_request(fields: Any) -> Request:
-    request_id, prompt, sampling, emitted, reply_address, priority, session_key, grammar = fields
+    request_id, prompt, sampling, emitted, reply_address, priority, session_key, grammar, details = fields
     tier, level, target = priority
     return Request(
         request_id,
@@ -136,6 +138,7 @@ def _unpack_request(fields: Any) -> Request:
         Priority(ServiceTier(tier), level, target),
         session_key,
         grammar and CompiledGrammar(*grammar),
+        details,
     )
 
 
@@ -157,11 +160,12 @@ def _pack_output(output: RequestOutput) -> list[Any]:
         output.step_failed,
         [[one.logprob, one.top] for one in output.logprobs],
         [[one.logprob, one.top] for one in output.prompt_logprobs],
+        output.details and astuple(output.details),
     ]
 
 
 def _unpack_output(fields: Any) -> RequestOutput:
-    request_id, token_ids, reason, usage, error, step_failed, logprobs, prompt_logprobs = fields
+    request_id, token_ids, reason, usage, error, step_failed, logprobs, prompt_logprobs, details = fields
     return RequestOutput(
         request_id,
         token_ids,
@@ -171,6 +175,7 @@ def _unpack_output(fields: Any) -> RequestOutput:
         step_failed,
         tuple(TokenLogprobs(*one) for one in logprobs),
         tuple(TokenLogprobs(*one) for one in prompt_logprobs),
+        details and StepDetails(*details),
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dspark_ray.core.types import FinishReason, RequestUsage
 from dspark_ray.serving.logprobs import ShownToken
@@ -29,6 +30,7 @@ class ChoiceEvent:
     finish_reason: FinishReason | None = None
     usage: RequestUsage | None = None
     tokens: tuple[ShownToken, ...] = ()  # with log-probabilities only, if they were asked for
+    speculation: dict[str, Any] | None = None  # where the request asks for `speculation_details`
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from dspark_ray.serving.request_id import RequestIds, request_id_of
 from dspark_ray.serving.service import CompletionService, EventStream
 from dspark_ray.serving.status import Readiness, status_body
 from dspark_ray.serving.tokenization import detokenize, tokenize
+from dspark_ray.serving.ui_page import add_ui
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ def build_api(
     _add_tokenization(api, model)
     _add_models(api, model)
     _add_operations(api, config, fleet, versions)
+    add_ui(api)
     return api
 
 

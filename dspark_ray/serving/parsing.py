@@ -275,6 +275,7 @@ def _job(
                     sampling=_sampling(fields, limit, choice, rules, model.tokenizer.eos_token_ids),
                     priority=_priority(fields),
                     session_key=fields.prompt_cache_key,
+                    speculation_details=fields.speculation_details,
                 )
             )
     return Job(

@@ -95,10 +95,13 @@ class ChunkWriter:
         """Text and end are two chunks, as OpenAI sends them; nothing while text is held back."""
         chunks = b""
         content = self._content(event.delta)
-        if content or event.tokens:
+        if content or event.tokens or event.speculation is not None:
             logprobs = _logprobs(self._job, event.tokens, self._offsets[event.index])
             self._offsets[event.index] += sum(len(one.token.text) for one in event.tokens)
-            chunks += sse(_chunk(self._job, event.index, content, None, logprobs))
+            chunk = _chunk(self._job, event.index, content, None, logprobs)
+            if event.speculation is not None:
+                chunk["choices"][0]["speculation"] = event.speculation
+            chunks += sse(chunk)
         if event.finish_reason is not None:
             nothing: dict[str, Any] | str = {} if self._job.chat else ""
             chunks += sse(_chunk(self._job, event.index, nothing, event.finish_reason))

@@ -82,6 +82,7 @@ class GenerationFields(ConstraintFields):
     bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     allowed_token_ids: list[TokenId] = Field(default_factory=list, description="empty: all")
     speculation: SpeculationFields | None = None
+    speculation_details: bool = Field(False, description="chunks say how each token came about")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -97,6 +98,8 @@ class GenerationFields(ConstraintFields):
     def _check_stream_options(self) -> "GenerationFields":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed when stream is true")
+        if self.speculation_details and not self.stream:
+            raise ValueError("speculation_details is only allowed when stream is true")
         return self
 
 

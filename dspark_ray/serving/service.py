@@ -16,6 +16,7 @@ from dspark_ray.serving.generation import Backend, Generation, RetryPolicy, Stre
 from dspark_ray.serving.logprobs import ShownToken, TextOfToken, shown_prompt, shown_tokens
 from dspark_ray.serving.merge import merge
 from dspark_ray.serving.parsing import Job
+from dspark_ray.serving.provenance import speculation_body
 from dspark_ray.serving.response_events import ResponseEvents, response_body
 from dspark_ray.serving.text import ChoiceText, NewDetokenizer
 
@@ -152,7 +153,8 @@ class CompletionService:
                 reason = None if reason is None else reader.finish_reason(reason)
                 counted = output.token_ids[: delta.num_tokens]
                 tokens = shown_tokens(counted, output.logprobs, self.token_text)
-                yield ChoiceEvent(index, answer, delta.num_tokens, reason, usage, tokens)
+                speculation = speculation_body(output, delta)
+                yield ChoiceEvent(index, answer, delta.num_tokens, reason, usage, tokens, speculation)
                 if reason is not None:
                     return
 

@@ -1,7 +1,7 @@
 """Tokens to text for one choice: stop strings, stop tokens and what counts as used."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dspark_ray.core.types import FinishReason, RequestOutput, TextOptions
@@ -84,6 +84,9 @@ class TextDelta:
     text: str
     num_tokens: int
     finish_reason: FinishReason | None = None
+    pieces: tuple[
+        str, ...
+    ] = ()  # the text by token, where the output has details; held-back text comes later
 
 
 class ChoiceText:
@@ -95,6 +98,25 @@ class ChoiceText:
 
     def add(self, output: RequestOutput) -> TextDelta:
         """The text of `output`; `finish_reason` is STOP as soon as a stop string is complete."""
+        if output.details is not None and len(output.token_ids) > 1:
+            return self._add_each(output)
+        delta = self._add(output)
+        return delta if output.details is None else replace(delta, pieces=(delta.text,))
+
+    def _add_each(self, output: RequestOutput) -> TextDelta:
+        """Token by token: the same text, and which token brought which part of it."""
+        deltas: list[TextDelta] = []
+        last = len(output.token_ids) - 1
+        for index, token_id in enumerate(output.token_ids):
+            reason = output.finish_reason if index == last else None
+            deltas.append(self._add(replace(output, token_ids=(token_id,), finish_reason=reason)))
+            if deltas[-1].finish_reason is not None:
+                break
+        pieces = tuple(delta.text for delta in deltas)
+        num_tokens = sum(delta.num_tokens for delta in deltas)
+        return TextDelta("".join(pieces), num_tokens, deltas[-1].finish_reason, pieces)
+
+    def _add(self, output: RequestOutput) -> TextDelta:
         num_tokens = len(output.token_ids)
         # The token that stopped the engine (end of text or a stop token id) is counted and not shown.
         hidden = int(output.finish_reason is FinishReason.STOP and not self._include_stop)

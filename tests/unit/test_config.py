@@ -56,6 +56,7 @@ def test_defaults_need_no_keys() -> None:
         ({"scheduler": {"report_interval_ms": 1500.0}}, r"plan_ttl_ms \(2000\) must be at least twice"),
         ({"serving": {"num_replicas": "two"}}, "serving.num_replicas"),
         ({"engine": {"kv_num_blocks": 100}}, "args: .* 1600 tokens .* 2048: set kv_num_blocks .* 128, or"),
+        ({"engine": {"kind": "vllm"}, "observability": {"record_path": "r"}}, "record_path: only the native"),
     ],
 )
 def test_a_mistake_is_named(args: dict[str, Any], named: str) -> None:
@@ -123,6 +124,12 @@ def test_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found.speculation.drafter.path == str(tmp_path / "first" / "drafter")
     assert found.speculation.step_table == str(tmp_path / "table.json")
     assert found.model.source == str(tmp_path / "second" / "model")
+
+
+def test_records_go_where_the_shell_is(tmp_path: Path) -> None:
+    config = parse_app_config({"observability": {"record_path": "runs/r"}})
+    found = with_absolute_paths(config, (tmp_path, tmp_path / "second"))
+    assert found.observability.record_path == str(tmp_path / "runs" / "r")
 
 
 def test_the_default_source_never_is_a_folder(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.tiny_engine import tiny_drafter_dir, tiny_engine
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
     "fetch", "serve", "chat", "generate", "generate-data",
-    "train", "evaluate", "calibrate", "profile", "bench",
+    "train", "evaluate", "calibrate", "profile", "bench", "simulate", "plan", "top",
 )  # fmt: skip
 
 

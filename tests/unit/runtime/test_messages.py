@@ -12,6 +12,7 @@ from dspark_ray.core.types import (
     RequestUsage,
     SamplingParams,
     ServiceTier,
+    StepDetails,
     StepPlan,
     TierTerms,
     TokenLogprobs,
@@ -51,11 +52,13 @@ REQUEST = Request("r", (1, 2, 3), SAMPLING, (4, 5), "tcp://127.0.0.1:1", grammar
 USAGE = RequestUsage(1, 2, 3, 4, 5, 6)
 LOGPROBS = (TokenLogprobs(-0.5, ((7, -0.5), (9, -1.25))), TokenLogprobs(-3.0))
 FINAL = RequestOutput("r", (7, 8), FinishReason.STOP, USAGE, logprobs=LOGPROBS, prompt_logprobs=LOGPROBS)
+DETAILED = RequestOutput("r", (7, 8), details=StepDetails(7, 3, 1, (0.9, 0.5, 0.25)))
 
 MESSAGES: list[Message] = [
     Submit(REQUEST, "tcp://127.0.0.1:2"),
     Submit(Request("q", (1,), SamplingParams()), ""),
     Submit(Request("q", (1,), SamplingParams(), (), "", Priority(ServiceTier.FLEX, -2, 30.0), "chat 7"), ""),
+    Submit(Request("q", (1,), SamplingParams(), speculation_details=True), ""),
     Abort("r"),
     ApplyPlan(StepPlan("a", 3, 4, "shared_cap", 12.5, 100.0)),
     ApplyPlan(StepPlan("a", 3, 4, "local")),
@@ -64,7 +67,11 @@ MESSAGES: list[Message] = [
         StepPlan("a", 3, 4, "weighted", tiers=(TierTerms(ServiceTier.FLEX, 0.5, 9.0),), target_boost=8.0)
     ),
     Stop(),
-    Tokens(9, "tcp://127.0.0.1:3", (Emission(0, RequestOutput("r", (1,))), Emission(5, FINAL))),
+    Tokens(
+        9,
+        "tcp://127.0.0.1:3",
+        (Emission(0, RequestOutput("r", (1,))), Emission(5, FINAL), Emission(7, DETAILED)),
+    ),
     Ends(9, (FINAL, RequestOutput("q", (), FinishReason.ERROR, error="why", step_failed=True))),
     Rejected(9, "r", "too long", False, "max_tokens", 400, "context_length_exceeded"),
     Rejected(9, "r", "full", queue_full=True),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -312,3 +313,29 @@ async def test_models_version_and_metrics(app: App) -> None:
     metrics = await app.client.get("/metrics")
     assert metrics.text == "dspark_drafts_total 1.0\n"
     assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_a_stream_says_how_its_tokens_came_about(app: App) -> None:
+    plain = events(await app.chat(max_tokens=12, stream=True))
+    detailed = events(await app.chat(max_tokens=12, stream=True, speculation_details=True))
+    steps = [event["choices"][0]["speculation"] for event in detailed if "speculation" in event["choices"][0]]
+    assert all("speculation" not in event["choices"][0] for event in plain)
+    assert [[token["source"] for token in step["tokens"]] for step in steps] == [
+        ["accepted", "accepted", "correction"]
+    ] * 4
+    assert [token["confidence"] for token in steps[0]["tokens"]] == [0.8, 0.8, None]
+    assert (steps[0]["drafted"], steps[0]["verified"], steps[0]["accepted"]) == (7, 7, 2)
+
+    def text(chunks: list[dict[str, Any]]) -> str:
+        return "".join(event["choices"][0]["delta"].get("content", "") for event in chunks)
+
+    assert "".join(token["text"] for step in steps for token in step["tokens"]) == text(detailed)
+    assert text(detailed) == text(plain)
+
+
+async def test_the_page_needs_nothing_from_elsewhere(app: App) -> None:
+    page, script = await app.client.get("/ui"), await app.client.get("/ui/app.js")
+    assert page.status_code == script.status_code == 200
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    assert 'src="ui/app.js"' in page.text
+    assert not re.search(r"https?://", page.text + script.text)

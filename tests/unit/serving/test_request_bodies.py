@@ -143,6 +143,7 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         ({"stream": "yes"}, "stream"),
         ({"stream": 1}, "stream"),
         ({"stream_options": {"include_usage": True}}, None),
+        ({"speculation_details": True}, None),
         ({"stream": True, "stream_options": {"wrong": True}}, "stream_options.wrong"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -5}, "max_tokens"),

@@ -1,0 +1,114 @@
+"""A line a step: what is recorded adds up to what the engine counts, and the simulator can read it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dspark_ray.core.clock import ManualClock
+from dspark_ray.core.errors import ArtefactError, ConfigError
+from dspark_ray.core.step_record import RecordedStep, header, read_steps
+from dspark_ray.engine.engine import Engine
+from dspark_ray.engine.recorder import StepRecorder
+from dspark_ray.simulator.acceptance import conditional_acceptance, recorded_blocks
+from dspark_ray.simulator.calibrate import corrected_table
+from dspark_ray.simulator.workload import read_arrivals
+from tests.tiny_engine import STEEP_TABLE, request, run, tiny_drafter_dir, tiny_engine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_drafter_dir(tmp_path_factory.mktemp("drafter"), 5, draft_vocab=None)
+
+
+def recorded(checkpoint: Path, folder: Path, mode: str) -> tuple[Engine, Path]:
+    """Six requests through an engine with a recorder; → the engine and the file."""
+    engine = tiny_engine(checkpoint, speculation={"mode": mode})
+    engine.recorder = StepRecorder(folder, "engine/1", ManualClock())
+    run(engine, [request(f"r{n}", [1, 2, n % 5], temperature=1.0, max_tokens=30, seed=n) for n in range(6)])
+    return engine, engine.recorder.path
+
+
+@pytest.mark.parametrize("mode", ["fixed", "adaptive"])
+def test_the_lines_add_up(checkpoint: Path, tmp_path: Path, mode: str) -> None:
+    engine, path = recorded(checkpoint, tmp_path / mode, mode)
+    assert path.name == "engine_1.jsonl"
+    steps, counters = list(read_steps(path)), engine.counters
+    drafts = [draft for step in steps for draft in step.drafts]
+    assert len(steps) == counters.target_steps
+    assert sum(step.verified_tokens for step in steps) == counters.verified_tokens > 0
+    assert sum(draft.accepted for draft in drafts) == counters.accepted_tokens > 0
+    ended = [request for step in steps for request in step.ended]
+    assert sorted(request.request for request in ended) == list(range(6))
+    assert sum(request.output_tokens for request in ended) == counters.emitted_tokens
+    assert {request.prompt_tokens for request in ended} == {3}
+
+
+def test_an_aborted_request_ends_in_the_next_line(checkpoint: Path, tmp_path: Path) -> None:
+    engine = tiny_engine(checkpoint)
+    engine.recorder = StepRecorder(tmp_path, "e", ManualClock())
+    for name in ("kept", "gone"):
+        engine.add_request(request(name, [1, 2], max_tokens=4))
+    engine.step()
+    engine.abort("gone")
+    while engine.has_work():
+        engine.step()
+    ended = [r.request for step in read_steps(engine.recorder.path) for r in step.ended]
+    assert ended == [1, 0]
+
+
+def test_the_simulator_reads_what_was_recorded(checkpoint: Path, tmp_path: Path) -> None:
+    engine, path = recorded(checkpoint, tmp_path, "fixed")
+    blocks = recorded_blocks([path], 4, np.random.default_rng(0))
+    first = engine.counters.acceptance_per_position[0]
+    # Drafts that were cut by the end of their request are completed by their confidences.
+    assert conditional_acceptance(blocks)[0] == pytest.approx(first, abs=0.08)
+    assert len(read_arrivals(path, ["chat"])) == 6
+
+
+def test_recorded_times_correct_a_table() -> None:
+    steps = [RecordedStep(1.0, 2 * STEEP_TABLE.verify_cost_ms(8), 1.0, 8, 4, 0, 0, 0)] * 200
+    corrected = corrected_table(STEEP_TABLE, steps, 4)
+    assert corrected.verify_cost_ms(8) == pytest.approx(2 * STEEP_TABLE.verify_cost_ms(8), rel=0.05)
+
+
+def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for text in ("", "{}\n", header() + "\n{}\n" + header() + "\n"):
+        path.write_text(text)
+        with pytest.raises(ArtefactError):
+            list(read_steps(path))
+
+
+def test_a_last_line_cut_short_is_left_out(tmp_path: Path) -> None:
+    step = RecordedStep(1.0, 1.0, 1.0, 8, 4, 0, 0, 0)
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"{header()}\n{step.to_line()}\n{step.to_line()[:30]}")
+    assert list(read_steps(path)) == [step]
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="record_path"):
+        StepRecorder(tmp_path / "file", "e", ManualClock())
+
+
+def test_details_add_up_and_only_come_when_asked(checkpoint: Path) -> None:
+    engine = tiny_engine(checkpoint, speculation={"mode": "adaptive"})
+    asked = replace(request("asked", [1, 2, 3], max_tokens=40, seed=1), speculation_details=True)
+    engine.add_request(asked)
+    engine.add_request(request("silent", [1, 2, 3], max_tokens=40, seed=2))
+    outputs = [output for _ in iter(engine.has_work, False) for output in engine.step()]
+    assert all(output.details is None for output in outputs if output.request_id == "silent")
+    mine = [output for output in outputs if output.request_id == "asked"]
+    usage = mine[-1].usage
+    assert usage is not None
+    details = [output.details for output in mine]
+    assert all(detail is not None for detail in details)
+    assert sum(d.verified for d in details if d) == usage.verified_tokens > 0
+    assert sum(len(d.survival) for d in details if d) == usage.verified_tokens
+    assert sum(d.accepted for d in details if d) >= usage.accepted_tokens > 0
+    for output in mine[:-1]:
+        assert output.details is not None
+        assert len(output.token_ids) == output.details.accepted + 1

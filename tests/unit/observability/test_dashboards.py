@@ -1,0 +1,90 @@
+"""Dashboards and alerts ask for metrics that exist, where they ask for them."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dspark_ray.observability.metrics import METRICS, Fleet, Kind, Metric
+
+CLUSTER = Path(__file__).resolve().parents[3] / "cluster"
+DASHBOARDS = sorted((CLUSTER / "grafana" / "dashboards").glob("*.json"))
+BY_NAME = {metric.name: metric for metric in METRICS}
+
+
+def panels(path: Path) -> list[dict[str, Any]]:
+    return [panel for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
+
+
+def dashboard_queries() -> list[str]:
+    queries = [target["expr"] for path in DASHBOARDS for panel in panels(path) for target in panel["targets"]]
+    for path in DASHBOARDS:
+        variables = json.loads(path.read_text())["templating"]["list"]
+        queries += [v["query"]["query"] for v in variables if v["type"] == "query"]
+    return queries
+
+
+def rules() -> list[dict[str, Any]]:
+    document = yaml.safe_load((CLUSTER / "prometheus" / "alerts.yaml").read_text())
+    return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+def metric_of(name: str) -> Metric | None:
+    """The table's row that a name in a query belongs to; None if there is none."""
+    table_name = name.removeprefix("ray_")
+    base = re.sub(r"_(bucket|sum|count)$", "", table_name)
+    metric = BY_NAME.get(base)
+    if metric is None or (metric.kind is Kind.HISTOGRAM) != (base != table_name):
+        return None
+    on_fleet_page = not name.startswith("ray_")
+    return None if on_fleet_page and metric.fleet is Fleet.NONE else metric
+
+
+@pytest.mark.parametrize("query", [*dashboard_queries(), *(rule["expr"] for rule in rules())])
+def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
+    names = re.findall(r"\b(?:ray_)?dspark_[a-z_]+", query)
+    assert names
+    for name in names:
+        metric = metric_of(name)
+        assert metric is not None, name
+        counted = re.search(rf"\b(?:rate|increase)\({name}\b", query) is not None
+        assert counted == (metric.kind is not Kind.GAUGE), f"{name} is a {metric.kind}"
+
+
+@pytest.mark.parametrize("name", ["dspark_nothing", "ray_dspark_drafts", "dspark_draft_budget_tokens_bucket"])
+def test_a_metric_that_does_not_exist_is_seen(name: str) -> None:
+    assert metric_of(name) is None
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_panels_have_a_place_of_their_own(path: Path) -> None:
+    everything = json.loads(path.read_text())["panels"]
+    assert len({panel["id"] for panel in everything}) == len(everything)
+    cells = [
+        (x, y)
+        for panel in everything
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells)
+    assert max(x for x, _ in cells) < 24
+
+
+def test_the_fleets_job_is_scraped_and_the_rules_loaded() -> None:
+    config = yaml.safe_load((CLUSTER / "prometheus" / "prometheus.yaml").read_text())
+    jobs = {job["job_name"] for job in config["scrape_configs"]}
+    asked = {job for query in dashboard_queries() for job in re.findall(r'job="([^"]+)"', query)}
+    assert asked <= jobs
+    assert config["rule_files"] == ["alerts.yaml"]
+
+
+def test_every_alert_says_what_and_how_bad() -> None:
+    for rule in rules():
+        assert rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("info", "warning", "critical")
+    assert {rule["alert"] for rule in rules()} >= {
+        "AcceptanceCollapse", "SpeculationOff", "PlanStale", "TableDrift", "KVPressure",
+    }  # fmt: skip
