@@ -73,7 +73,7 @@ def main() -> None:
         rows = _Validation(engines, prompts, options.max_tokens, Path(folder)).run(
             options.concurrency, options.modes, options.rounds
         )
-    print_rows([{key: row[key] for key in row if key != "measured_rounds"} for row in rows])
+    print_rows([_shown(row) for row in rows], "predicted on the corrected table / measured")
     arguments = [options.prompts.name if a == str(options.prompts) else a for a in sys.argv[1:]]
     result = {
         "command": shlex.join(["python", "benchmarks/simulator/validate.py", *arguments]),
@@ -82,6 +82,13 @@ def main() -> None:
         "rows": rows,
     }
     _write(options.name, result)
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    """A row that fits into a terminal."""
+    pairs = {figure: f"{row[f'{figure}_corrected']:.1f} / {row[figure]:.1f}" for figure in FIGURES}
+    errors = {"error": f"{row['error_corrected']:+.1%}", "as profiled": f"{row['error_table']:+.1%}"}
+    return {"requests": row["requests"], "mode": row["mode"], **pairs, **errors}
 
 
 class _Validation:
