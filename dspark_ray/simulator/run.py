@@ -13,6 +13,7 @@ import numpy as np
 
 from dspark_ray.core.types import FleetView, IntArray, StepPlan, SurvivalReport
 from dspark_ray.scheduling.fleet import FLEET_POLICIES
+from dspark_ray.scheduling.load import request_counts, throughput_curve
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.simulator.acceptance import (
     AcceptanceBank,
@@ -24,7 +25,7 @@ from dspark_ray.simulator.acceptance import (
 from dspark_ray.simulator.fleet import Fleet, Limits
 from dspark_ray.simulator.law import ExactLaw, Law, LoadLaw, Machine
 from dspark_ray.simulator.policy import SpeculationSettings
-from dspark_ray.simulator.routing import ROUTERS
+from dspark_ray.simulator.routing import ROUTERS, ReplicaFacts
 from dspark_ray.simulator.scenario import LengthSpec, Scenario, SpeculationSpec, TaskSpec
 from dspark_ray.simulator.tally import Tally
 from dspark_ray.simulator.workload import (
@@ -135,7 +136,7 @@ class _Simulation:
         self._fleet = Fleet(
             _limits(scenario, setting.kinds), self._law, self._tally, max_stride=scenario.max_stride
         )
-        self._router = ROUTERS.get(scenario.router)(router_rng)
+        self._router = ROUTERS.get(scenario.router)(router_rng, _facts(setting))
         self._workload = _workload(scenario, setting.mix, workload_rng, requests)
         self._start_up_ms = [kind.start_up_s * 1e3 for kind in scenario.replicas]
         self._events = sorted(((f.at_s * 1e3, f.replica, False) for f in scenario.faults), reverse=True)
@@ -255,6 +256,19 @@ def _law(scenario: Scenario, setting: Setting, rng: np.random.Generator) -> Law:
     return LoadLaw(
         setting.settings, setting.machines, setting.kinds, setting.bank, shares, setting.context_tokens, rng
     )
+
+
+def _facts(setting: Setting) -> list[ReplicaFacts]:
+    """What a router knows of each replica; survival is the mean over all blocks. [N]"""
+    mean = setting.bank.survival.mean(axis=0)
+    kinds = []
+    for machine in setting.machines:
+        counts = request_counts(machine.num_slots)
+        rows = machine.max_step_rows
+        whole_ms = machine.table.verify_cost_ms(rows) - machine.table.verify_cost_ms(1)
+        rates = throughput_curve(mean, machine.table, None, counts, setting.context_tokens)
+        kinds.append(ReplicaFacts(machine.num_slots, rates, whole_ms / max(rows - 1, 1)))
+    return [kinds[kind] for kind in setting.kinds]
 
 
 def _limits(scenario: Scenario, kinds: IntArray) -> Limits:

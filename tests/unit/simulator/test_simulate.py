@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dspark_ray.core.errors import ConfigError
-from dspark_ray.simulator.routing import ROUTERS, FleetLoad
+from dspark_ray.simulator.routing import ROUTERS, FleetLoad, ReplicaFacts
 from dspark_ray.simulator.run import simulate
 from dspark_ray.simulator.scenario import Scenario, load_scenario
 from dspark_ray.simulator.workload import Batch
@@ -178,7 +178,8 @@ def test_routers_use_replicas_that_are_ready(router: str) -> None:
     busy = np.array([9, 0, 9, 9])
     batch = Batch(np.arange(400.0), size, size, 0 * size)
     load = FleetLoad(busy, 0 * busy, 1000 + 0 * busy)
-    chosen = ROUTERS.get(router)(rng).choose(batch, load, np.array([1, 2, 3]))
+    facts = [ReplicaFacts(16, ((1, 100.0), (16, 400.0)), 0.1)] * 4
+    chosen = ROUTERS.get(router)(rng, facts).choose(batch, load, np.array([1, 2, 3]))
     counts = np.bincount(chosen, minlength=4)
     assert counts[0] == 0
     assert counts.sum() == 400
