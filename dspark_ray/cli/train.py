@@ -31,7 +31,7 @@ def generate_data(
     minutes: Annotated[float, typer.Option(min=0.01, help="How long to write.")] = 20.0,
     model: Annotated[str, typer.Option(help="'default', a directory or a hub id.")] = "default",
     openings: Annotated[
-        Path | None, typer.Option(help="How user turns begin, e.g. configs/training/openings.yaml.")
+        Path | None, typer.Option(help="How user turns begin, e.g. configs/training/openings/general.yaml.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Texts written at the same time.")] = 96,
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,

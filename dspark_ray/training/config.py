@@ -1,7 +1,7 @@
 """What a training YAML says, checked key by key (see configs/training/)."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -72,6 +72,9 @@ class TrainingConfig(Section):
     data: tuple[Path, ...] = Field(description="JSON lines files; they may grow during the run")
     output: Path = Field(description="folder of the run: state, log, exported checkpoint")
     start_from: Path | None = Field(None, description="checkpoint whose weights a new run starts from")
+    trainable: Literal["all", "confidence"] = Field(
+        "all", description="confidence: that head alone, best on texts that the rest was not trained on"
+    )
     architecture: ArchitectureConfig
     cache: CacheConfig
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -87,6 +90,12 @@ class TrainingConfig(Section):
     validation_steps: int = Field(250, ge=1)
     validation_sequences: int = Field(32, ge=1)
     validation_every: int = Field(32, ge=2, description="one sequence in this many is held out")
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingConfig":
+        if self.trainable == "confidence" and self.start_from is None:
+            raise ValueError("trainable: confidence needs start_from, the drafter that the head belongs to")
+        return self
 
 
 def load_training_config(path: Path, **overrides: Any) -> TrainingConfig:

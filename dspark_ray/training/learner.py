@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dspark_ray.core.errors import DsparkError
+from dspark_ray.core.errors import ConfigError, DsparkError
 from dspark_ray.models.drafters.network import DSparkNetwork
 from dspark_ray.training.anchors import TrainingBatch, choose_anchors, pack
 from dspark_ray.training.cache import TargetCache
@@ -37,6 +37,8 @@ class Learner:
         self.shared = shared
         self.averaged = DSparkNetwork(network.config).requires_grad_(False)
         self.averaged.load_state_dict(network.state_dict())
+        if config.trainable == "confidence":
+            _freeze_all_but_confidence(network)
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(network, config.optimizer.weight_decay),
             lr=config.optimizer.learning_rate,
@@ -106,10 +108,21 @@ class Learner:
         self.step, self.blocks = state["step"], state["blocks"]
 
 
+def _freeze_all_but_confidence(network: DSparkNetwork) -> None:
+    """On texts it was trained on, a drafter is right more often than it will be, and a head that learns
+    there says too much, however it is scaled afterwards."""
+    if network.confidence_head is None:
+        raise ConfigError("trainable: this drafter has no confidence head")
+    network.requires_grad_(False)
+    network.confidence_head.requires_grad_(True)
+
+
 def _parameter_groups(network: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Decay matrices only; norms, biases and the Markov embedding (a table, rarely touched rows) are not."""
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in network.named_parameters():
+        if not parameter.requires_grad:
+            continue
         (plain if parameter.ndim < 2 or "markov_w1" in name else decayed).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

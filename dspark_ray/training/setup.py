@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.models.drafters.checkpoint import D2T_TENSOR, load_checkpoint
-from dspark_ray.models.drafters.network import DSparkNetwork
+from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
 from dspark_ray.training.cache import TargetCache
 from dspark_ray.training.config import ArchitectureConfig
 from dspark_ray.training.target import FrozenTarget
@@ -30,6 +30,16 @@ def choose_draft_vocabulary(
     counts[list(target.eos_token_ids)] = torch.inf
     counts[architecture.mask_token_id] = -1.0
     return counts.argsort(descending=True, stable=True)[: architecture.draft_vocab_size].sort().values
+
+
+def checkpoint_vocabulary(path: Path) -> Tensor:
+    """The draft vocabulary of a checkpoint, increasing target ids [Vd]."""
+    config, tensors = load_checkpoint(path)
+    return _vocabulary(config, tensors.get(D2T_TENSOR))
+
+
+def _vocabulary(config: DSparkConfig, deltas: Tensor | None) -> Tensor:
+    return torch.arange(config.output_size) + (0 if deltas is None else deltas)
 
 
 def build_network(
@@ -93,9 +103,8 @@ def _copy_target_layers(network: DSparkNetwork, layers: tuple[int, ...], target:
 def _copy_checkpoint(network: DSparkNetwork, path: Path, draft_to_target: Tensor) -> None:
     """The checkpoint may have another draft vocabulary: W2's rows follow their target ids, new rows are 0."""
     config, tensors = load_checkpoint(path)
-    deltas = tensors.pop(D2T_TENSOR, None)
+    old_ids = _vocabulary(config, tensors.pop(D2T_TENSOR, None))
     if MARKOV_W2 in tensors:
-        old_ids = torch.arange(config.output_size) + (0 if deltas is None else deltas)
         by_target = torch.zeros(config.vocab_size, config.markov_rank)
         by_target[old_ids] = tensors[MARKOV_W2].float()
         tensors[MARKOV_W2] = by_target[draft_to_target]

@@ -24,7 +24,7 @@ from dspark_ray.training.cache import TargetCache
 from dspark_ray.training.config import TrainingConfig, load_training_config
 from dspark_ray.training.forward import share_weights
 from dspark_ray.training.learner import Learner, learning_rate
-from dspark_ray.training.setup import build_network, choose_draft_vocabulary
+from dspark_ray.training.setup import build_network, checkpoint_vocabulary, choose_draft_vocabulary
 from dspark_ray.training.target import FrozenTarget, TransformersTarget
 from dspark_ray.training.validation import validate
 
@@ -49,10 +49,12 @@ class Run:
         torch.manual_seed(self.config.seed)
         architecture = self.config.architecture
         state = _load_state(self._state_path)
-        if state is None:
-            draft_to_target = choose_draft_vocabulary(self.cache, self.target, architecture)
-        else:
+        if state is not None:
             draft_to_target = state["draft_to_target"]
+        elif self.config.trainable == "confidence" and self.config.start_from is not None:
+            draft_to_target = checkpoint_vocabulary(self.config.start_from)
+        else:
+            draft_to_target = choose_draft_vocabulary(self.cache, self.target, architecture)
         network = build_network(architecture, self.target, draft_to_target, self.config.start_from)
         shared = share_weights(
             self.target.embedding, self.target.head_weight, draft_to_target, bf16=self.config.bf16

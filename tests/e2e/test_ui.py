@@ -15,26 +15,22 @@ import aiohttp
 import pytest
 import uvicorn
 
-from dspark_ray.core.types import EngineStats
+from dspark_ray.core.config import parse_app_config
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.observability.fleet_page import fleet_page
-from dspark_ray.serving.http import build_api
-from dspark_ray.serving.parsing import ServedModel
-from dspark_ray.serving.service import CompletionService
-from tests.fakes import FakeEngine, LocalServer
+from tests.fakes import FakeEngine
+from tests.local_app import LocalApp
 from tests.tiny import tiny_tokenizer_dir
-from tests.unit.serving.test_http_api import CONFIG, Fleet
 
+CONFIG = parse_app_config(
+    {
+        "model": {"id": "echo", "max_model_len": 256},
+        "engine": {"max_running": 4, "max_waiting": 2},
+        "speculation": {"drafter": {"kind": "ngram"}},
+    }
+)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
-
-
-class PublishingFleet(Fleet):
-    """The fleet's page of one engine."""
-
-    async def metrics_page(self) -> bytes:
-        stats: list[EngineStats] = self.last_stats()
-        return fleet_page(stats, {}).encode()
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +41,13 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     servers: list[uvicorn.Server] = []
 
     async def serve() -> None:
-        local = LocalServer(FakeEngine(CONFIG, step_ms=5.0))
-        service = CompletionService(local, local, tokenizer.detokenizer, timeout_s=30.0)
-        model = ServedModel(CONFIG.model.id, CONFIG.model.max_model_len, tokenizer)
-        api = build_api(CONFIG, service, model, PublishingFleet(local.engine), {"dspark_ray": "1"})
-        server = uvicorn.Server(uvicorn.Config(api, port=0, log_level="warning"))
+        app = LocalApp(tokenizer, FakeEngine(CONFIG, step_ms=5.0), CONFIG)
+
+        async def metrics_page() -> bytes:
+            return fleet_page(app.fleet.last_stats(), {}).encode()
+
+        app.fleet.metrics_page = metrics_page
+        server = uvicorn.Server(uvicorn.Config(app.api, port=0, log_level="warning"))
         servers.append(server)
         started.set()
         await server.serve()

@@ -56,6 +56,6 @@ def test_a_file_that_is_no_list_of_openings_is_refused(tmp_path: Path, text: str
 
 
 def test_the_shipped_openings_load() -> None:
-    openings = load_openings(Path("configs/training/openings.yaml"))
+    openings = load_openings(Path("configs/training/openings/general.yaml"))
     assert len(openings) > 50
     assert any(opening.ending for opening in openings)

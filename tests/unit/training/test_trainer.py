@@ -145,6 +145,29 @@ def test_warm_start_with_another_vocabulary(tiny_run: TrainingConfig, tmp_path: 
     assert torch.equal(run.learner.network.fc.weight, old["fc.weight"].float())
 
 
+def test_the_confidence_head_alone(tiny_run: TrainingConfig, tmp_path: Path) -> None:
+    train(tiny_run)
+    checkpoint = tiny_run.output / "checkpoint"
+    alone = changed(
+        tiny_run,
+        output=tmp_path / "alone",
+        start_from=checkpoint,
+        trainable="confidence",
+        architecture={"draft_vocab_size": 64},
+    )
+    train(alone)
+    _, before = load_checkpoint(checkpoint)
+    _, after = load_checkpoint(alone.output / "checkpoint")
+    changed_tensors = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed_tensors
+    assert all("confidence" in name for name in changed_tensors)
+
+
+def test_a_confidence_head_needs_its_drafter(tiny_run: TrainingConfig) -> None:
+    with pytest.raises(ValueError, match="start_from"):
+        changed(tiny_run, trainable="confidence")
+
+
 def test_damaged_state_is_named(tiny_run: TrainingConfig) -> None:
     train(changed(tiny_run, optimizer={"total_steps": 1, "warmup_steps": 0}))
     (tiny_run.output / "state.pt").write_bytes(b"nothing")
