@@ -14,13 +14,12 @@ import torch
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import Request, RequestOutput, SamplingParams
+from dspark_ray.engine.build import DRAFTERS  # with every drafter registered
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import Drafter, DrafterContext
 from dspark_ray.models.drafters.checkpoint import save_checkpoint
-from dspark_ray.models.drafters.dspark import DSparkDrafter
 from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
-from dspark_ray.models.drafters.ngram import NgramDrafter
 from dspark_ray.models.targets.config import DecoderConfig
 from dspark_ray.models.targets.decoder import Decoder
 from dspark_ray.models.weights import WeightSource
@@ -154,10 +153,12 @@ def tiny_engine(
         temperatures=None,
         ngram_min=1,
         ngram_max=3,
+        confidence=config.speculation.confidence,
     )
     drafter: Drafter | None = None
     if config.speculation.mode.value != "off":
-        drafter = DSparkDrafter(context) if checkpoint else NgramDrafter(context)
+        kind = config.speculation.drafter.kind if checkpoint else "ngram"
+        drafter = DRAFTERS.get("dspark" if kind == "none" else kind)(context)
     return Engine(
         config, target, drafter, table, ManualClock(), eos_token_ids=eos_token_ids, adjusters=adjusters
     )

@@ -9,9 +9,11 @@ import typer
 from dspark_ray.cli.common import (
     ConcurrencyOption,
     ConfigOption,
+    JsonOption,
     LimitOption,
     LocalEngine,
     MaxTokensOption,
+    PngOption,
     PromptsOption,
     err,
     load_config,
@@ -19,6 +21,7 @@ from dspark_ray.cli.common import (
     out,
     step_progress,
     verifying_everything,
+    write_json,
 )
 from dspark_ray.core.errors import ConfigError
 
@@ -43,12 +46,14 @@ def calibrate(
     concurrency: ConcurrencyOption = 32,
     limit: LimitOption = None,
     seed: Annotated[int, typer.Option(help="Of the sampled half; prompt i takes seed + i.")] = 0,
+    json: JsonOption = None,
+    png: PngOption = None,
 ) -> None:
     """Fit one temperature a position for greedy and for sampled acceptance, and save them.
 
     Answers all prompts twice with every draft token verified. Prompts like those that will be served are
     best; the lines that `generate-data` writes are good. Prints the expected calibration error (ECE) of
-    survival before and after, on prompts held out of that fit.
+    survival before and after, on prompts held out of that fit; --json and --png: reliability diagrams.
     """
     from dspark_ray.models.drafters.confidence import TEMPERATURES_FILE, drafter_digest
     from dspark_ray.models.fetch import with_local_drafter
@@ -64,7 +69,7 @@ def calibrate(
     checkpoint = Path(drafter.path)
     read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
     with tempfile.TemporaryDirectory() as folder:
-        local = load_engine(_uncalibrated(plain, checkpoint, Path(folder)))
+        local = load_engine(_uncalibrated(plain, checkpoint, Path(folder)), profiled=False)
     token_ids = [item.token_ids for item in read_prompts(prompts, local.tokenizer, limit)]
     records = {
         rule: _collect(local, token_ids, rule, max_tokens, concurrency, seed) for rule in RULE_TEMPERATURES
@@ -76,6 +81,13 @@ def calibrate(
     for report in reports:
         _print(report)
     err.print(f"written to {path}", soft_wrap=True)
+    if json is not None:
+        write_json(json, {"made_from": made_from, "rules": [report.as_json() for report in reports]})
+    if png is not None:
+        from dspark_ray.training.plots import plot_reliability
+
+        plot_reliability(reports, png)
+        err.print(f"written to {png}", soft_wrap=True)
 
 
 def _uncalibrated(config: "AppConfig", checkpoint: Path, folder: Path) -> "AppConfig":
@@ -119,8 +131,10 @@ def _print(report: "CalibrationReport") -> None:
     from rich.table import Table
 
     title = f"{report.rule}, {report.num_drafts} drafts"
-    table = Table("position", "temperature", "ECE before", "ECE after", title=title)
-    rows = zip(report.temperatures, report.ece_before, report.ece_after, strict=True)
+    columns = ("position", "temperature", "ECE before", "ECE after", "AUROC before", "AUROC after", "Brier")
+    table = Table(*columns, title=title)
+    rows = zip(report.temperatures, report.before, report.after, strict=True)
     for position, (temperature, before, after) in enumerate(rows, start=1):
-        table.add_row(str(position), f"{temperature:.3f}", f"{before:.4f}", f"{after:.4f}")
+        figures = (before.ece, after.ece, before.auroc, after.auroc, after.brier)
+        table.add_row(str(position), f"{temperature:.3f}", *(f"{figure:.4f}" for figure in figures))
     out.print(table)

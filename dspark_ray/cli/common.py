@@ -29,12 +29,12 @@ err = Console(stderr=True, highlight=False)  # progress, warnings, errors
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 MODES = ("off", "fixed", "threshold", "algorithm1", "adaptive")
 
-_PROMPT_SHAPES = "JSON lines with prompt, messages, turns or prompt_ids."
+PROMPT_SHAPES = "JSON lines with prompt, messages, turns or prompt_ids."
 
 ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", help="The YAML that `serve` takes.", metavar="FILE.yaml")
 ]
-PromptsOption = Annotated[Path, typer.Option("--prompts", "-p", help=_PROMPT_SHAPES, metavar="FILE.jsonl")]
+PromptsOption = Annotated[Path, typer.Option("--prompts", "-p", help=PROMPT_SHAPES, metavar="FILE.jsonl")]
 LimitOption = Annotated[int | None, typer.Option(min=1, help="Only the first N prompts.", metavar="N")]
 ModeOption = Annotated[
     str | None,
@@ -47,6 +47,9 @@ TemperatureOption = Annotated[
 ]
 JsonOption = Annotated[
     Path | None, typer.Option("--json", help="Write everything to this file.", metavar="FILE.json")
+]
+PngOption = Annotated[
+    Path | None, typer.Option("--png", help="Draw it into this file (needs matplotlib).", metavar="FILE.png")
 ]
 
 
@@ -103,9 +106,13 @@ def prepare_torch(config: "AppConfig") -> None:
     torch.set_num_threads(config.engine.num_threads or _available_cores())
 
 
-def load_engine(config: "AppConfig") -> LocalEngine:
-    """Fetches, loads and profiles what `config` names, with a line on stderr for what takes long."""
+def load_engine(config: "AppConfig", *, profiled: bool = True) -> LocalEngine:
+    """Fetches, loads and profiles what `config` names, with a line on stderr for what takes long.
+
+    Without `profiled` no step costs are known: enough where every draft token is verified.
+    """
     prepare_torch(config)
+    from dspark_ray.engine.build import build_engine
     from dspark_ray.models.fetch import resolve_model, with_local_drafter
     from dspark_ray.models.tokenizer import Tokenizer
     from dspark_ray.profiling.cache import build_profiled_engine
@@ -113,7 +120,8 @@ def load_engine(config: "AppConfig") -> LocalEngine:
     model_dir = resolve_model(config.model.source)
     err.print(f"loading {config.model.id} from {model_dir}", soft_wrap=True)
     config = with_local_drafter(config)
-    engine = build_profiled_engine(config, model_dir=model_dir)
+    build = build_profiled_engine if profiled else build_engine
+    engine = build(config, model_dir=model_dir)
     for what, text in engine.describe().items():
         err.print(f"  [dim]{what}: {escape(str(text))}[/dim]", soft_wrap=True)
     return LocalEngine(config, engine, Tokenizer.load(model_dir))

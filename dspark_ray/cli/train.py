@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from dspark_ray.cli.common import PROMPT_SHAPES
+
 
 def train(
     config: Annotated[Path, typer.Argument(help="A training config, e.g. configs/training/*.yaml.")],
@@ -13,22 +15,33 @@ def train(
         float | None, typer.Option(min=0.01, help="Save and stop after this time; run it again to continue.")
     ] = None,
 ) -> None:
-    """Train a DSpark drafter, or continue where the last run stopped.
+    """Train a drafter, or continue where the last run stopped.
 
     Ctrl-C saves and stops. The run's folder gets `state.pt` (to continue), `metrics.jsonl` and
     `checkpoint/`, which `speculation.drafter.path` can name at once. Calibrate it afterwards.
     """
-    logging.getLogger().setLevel(logging.INFO)
+    from dspark_ray.cli.common import err
     from dspark_ray.training.config import load_training_config
     from dspark_ray.training.trainer import train as run
 
     overrides = {} if minutes is None else {"minutes": minutes}
-    run(load_training_config(config, **overrides))
+    checked = load_training_config(config, **overrides)
+    if err.is_terminal:
+        from dspark_ray.cli.train_progress import training_display
+
+        with training_display(checked.optimizer.total_steps) as display:
+            run(checked, [display])
+    else:
+        logging.getLogger().setLevel(logging.INFO)
+        run(checked)
 
 
 def generate_data(
     to: Annotated[Path, typer.Argument(help="JSON lines to append to.", metavar="OUT.jsonl")],
-    minutes: Annotated[float, typer.Option(min=0.01, help="How long to write.")] = 20.0,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Answer these instead: " + PROMPT_SHAPES, metavar="FILE.jsonl")
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, help="How long to write at most.")] = 20.0,
     model: Annotated[str, typer.Option(help="'default', a directory or a hub id.")] = "default",
     openings: Annotated[
         Path | None, typer.Option(help="How user turns begin, e.g. configs/training/openings/general.yaml.")
@@ -37,9 +50,10 @@ def generate_data(
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
 ) -> None:
-    """Let a chat model write training data: it invents the user's turn, then answers it.
+    """Let the target write training data: it invents the user's turn, then answers it, or answers --prompts.
 
-    No external data set is needed. Lines are appended whole, so it can be stopped at any time, and several
+    No external data set is needed; answers to your own prompts are better. Prompts that OUT already answers
+    are not answered again. Lines are appended whole, so it can be stopped at any time, and several
     processes can write to different files while `train` reads them all.
     """
     from dspark_ray.training.generate import main
@@ -47,4 +61,5 @@ def generate_data(
     arguments = [str(to), "--minutes", str(minutes), "--model", model, "--concurrency", str(concurrency)]
     arguments += [] if seed is None else ["--seed", str(seed)]
     arguments += [] if openings is None else ["--openings", str(openings)]
+    arguments += [] if prompts is None else ["--prompts", str(prompts)]
     main(arguments + ([] if threads is None else ["--threads", str(threads)]))

@@ -18,7 +18,7 @@ from dspark_ray.core.vllm_config import VllmConfig
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
 DEFAULT_SOURCE = "default"
-NATIVE_DRAFTERS = ("none", "ngram", "dspark")
+NATIVE_DRAFTERS = ("none", "ngram", "dspark", "dflash", "eagle3", "mtp")
 MODEL_FREE_DRAFTERS = ("none", "ngram")
 BUNDLED_DRAFTERS = ("dspark", "mtp")  # some targets' checkpoints hold one: DeepSeek-V4's DSpark stages
 
@@ -111,6 +111,12 @@ class SpeculationConfig(Section):
     mode: VerificationMode = VerificationMode.ADAPTIVE
     fixed_tokens: int | None = Field(None, ge=0, description="mode fixed: tokens verified; None: all γ")
     threshold: float = Field(0.4, ge=0.0, le=1.0, description="mode threshold: least survival verified")
+    confidence: Literal["head", "online"] = Field(
+        "head",
+        description="where chances of acceptance come from: the calibrated head, or an estimator that learns "
+        "while serving; drafters without a head always learn",
+    )
+    canary: bool = Field(True, description="try the drafter on built-in prompts at start-up, warn if useless")
     temperatures: str | None = Field(None, description="calibration JSON; None: the checkpoint's own, if any")
     step_table: str | None = Field(None, description="step table JSON; None: profiled once and cached")
 
@@ -267,7 +273,8 @@ class AppConfig(Section):
                 f"the native engine has no drafter {drafter.kind!r}: set engine.kind to vllm, or "
                 f"drafter.kind to one of {', '.join(NATIVE_DRAFTERS)}"
             )
-        if self.engine.kind == "native" and drafter.kind == "dspark" and not drafter.has_checkpoint:
+        needs_checkpoint = drafter.kind not in MODEL_FREE_DRAFTERS
+        if self.engine.kind == "native" and needs_checkpoint and not drafter.has_checkpoint:
             raise ValueError(
                 "speculation.drafter.path is required (or drafter.hub_id): only vLLM reads a drafter from "
                 "the target's checkpoint"

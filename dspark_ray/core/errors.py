@@ -17,6 +17,10 @@ class ArtefactError(DsparkError):
     """A table, calibration or cache made for something else (its digests differ) or damaged on disk."""
 
 
+class DataError(DsparkError):
+    """Training data that cannot be used; the message names the file and the line."""
+
+
 class RequestError(DsparkError):
     """A request the client must change: becomes a 4xx with this message.
 

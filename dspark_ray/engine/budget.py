@@ -47,6 +47,7 @@ class BudgetPlanner:
         self.group_step_ms: float | None = None  # when its group's steps end
         self.tiers: tuple[TierTerms, ...] = ()
         self.target_boost = 0.0
+        self.verified_in_full = False  # whether the last step's lengths were all that could be verified
         self._config = config
         self._max_step_rows = max_step_rows
         self._gate = GateSettings()
@@ -58,8 +59,14 @@ class BudgetPlanner:
         self._pays = True
         self._steps_switched_off = 0
 
-    def choose(self, decoding: list[Sequence], room: list[int], load: Load, now_ms: float) -> LengthDecision:
-        """Lengths [R] for this step's decoding requests; room [R]: draft tokens that their blocks hold."""
+    def choose(
+        self, decoding: list[Sequence], room: list[int], load: Load, now_ms: float, *, explore: bool = False
+    ) -> LengthDecision:
+        """Lengths [R] for this step's decoding requests; room [R]: draft tokens that their blocks hold.
+
+        `explore`, decided from past steps, verifies whole drafts under any mode: outcomes to learn from that
+        no score selected.
+        """
         gamma, count = self.num_draft_tokens, len(decoding)
         current = np.zeros((count, gamma), dtype=np.float32)
         stale = np.zeros((count, gamma), dtype=np.float32)
@@ -91,12 +98,15 @@ class BudgetPlanner:
             threshold=self._config.threshold,
             claims=self._claims(decoding),
         )
-        decision = LENGTH_RULES.get(self._rule())(view)
+        rule = VerificationMode.FIXED.value if explore else self._rule()
+        decision = LENGTH_RULES.get(rule)(view)
+        self.verified_in_full = rule == VerificationMode.FIXED.value and decision.budget == max_lens.sum()
         if self.bucket is not None:
             self.bucket.take(decision.budget)
-        self._width.note(decision.lens, max_lens)
+        if not explore:  # says nothing of what is worth verifying
+            self._width.note(decision.lens, max_lens)
         for sequence, length, wanted in zip(decoding, decision.lens, max_lens, strict=True):
-            if wanted > 0:
+            if wanted > 0 and not explore:
                 sequence.zero_budget_steps = 0 if length else sequence.zero_budget_steps + 1
         return decision
 

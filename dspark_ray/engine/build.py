@@ -11,7 +11,7 @@ from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.grammar import Grammars
 from dspark_ray.engine.recorder import StepRecorder
-from dspark_ray.models.drafters import dspark, ngram  # noqa: F401  (they register themselves)
+from dspark_ray.models.drafters import dspark, eagle, ngram  # noqa: F401  (they register themselves)
 from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.scheduling.step_table import StepTable
@@ -62,6 +62,7 @@ def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:
         max_positions=config.model.max_model_len,
         path=speculation.drafter.path,
         temperatures=speculation.temperatures,
+        confidence=speculation.confidence,
         ngram_min=speculation.drafter.ngram_min,
         ngram_max=speculation.drafter.ngram_max,
     )

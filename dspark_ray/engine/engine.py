@@ -157,7 +157,10 @@ class Engine:
         self._coupling.expire()
         decoding = self.admission.make_room()
         room = [self.admission.draft_room(s) for s in decoding]
-        decision = self.budget.choose(decoding, room, self._load(decoding), self._clock.now_ms())
+        explore = self.drafter is not None and self.drafter.wants_full_verification()
+        decision = self.budget.choose(
+            decoding, room, self._load(decoding), self._clock.now_ms(), explore=explore
+        )
         return self.admission.fill(decoding, decision.lens.tolist())
 
     def _load(self, decoding: Seq[Sequence]) -> Load:
@@ -206,6 +209,7 @@ class Engine:
         outcomes: list[Outcome] = []
         kept_rows: list[np.ndarray] = []
         first_row = first_logits = 0
+        next_tokens: list[int] = []
         for item, verdict in zip(batch.work, verdicts, strict=True):
             sequence, draft_tokens = item.sequence, item.draft_tokens
             if sequence.num_prompt_logprobs_missing:
@@ -215,19 +219,21 @@ class Engine:
             committed = 1 + accepted if item.decoding else item.num_rows
             kept_rows.append(np.arange(first_row, first_row + committed))
             first_row += item.num_rows
+            first = sequence.num_computed
             sequence.num_computed += committed
             details = _details(item, accepted) if sequence.request.speculation_details else None
             emitted: list[int] = []
             if verdict is not None:
                 emitted = self._emit(sequence, [*draft_tokens[:accepted], verdict.next_token])
             if item.decoding:
-                outcome = Outcome(len(draft_tokens), min(accepted, len(emitted)))
+                outcome = self._outcome(item, accepted, len(emitted))
                 outcomes.append(outcome)
                 if self.draft_log is not None and sequence.draft is not None:
                     self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
                 if self.recorder is not None:
                     self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
                 self._count_decode(sequence, outcome, len(emitted))
+            next_tokens += _tokens_after(sequence.token_ids, first, committed)
             self._register_prefix(sequence)
             if emitted:
                 self.counters.emitted_tokens += len(emitted)
@@ -238,11 +244,26 @@ class Engine:
         if self.drafter is not None:
             rows = torch.from_numpy(np.concatenate(kept_rows))
             self.drafter.commit(
-                ContextRows(forwarded.output.taps[rows], batch.positions[rows], batch.slots[rows])
+                ContextRows(
+                    forwarded.output.taps[rows],
+                    batch.positions[rows],
+                    batch.slots[rows],
+                    torch.tensor(next_tokens),
+                )
             )
             self.drafter.observe(outcomes)
         self.counters.target_steps += 1
         return outputs
+
+    def _outcome(self, item: Work, num_accepted: int, num_emitted: int) -> Outcome:
+        verified, draft = len(item.draft_tokens), item.sequence.draft
+        return Outcome(
+            num_verified=verified,
+            num_accepted=min(num_accepted, num_emitted),
+            num_known=verified if num_emitted > num_accepted else num_emitted,
+            in_full=self.budget.verified_in_full,
+            note=None if draft is None else draft.note,
+        )
 
     def _emit(self, sequence: Sequence, tokens: Seq[int]) -> list[int]:
         """Appends tokens in order until one of them ends the request; the ones that count."""
@@ -360,7 +381,8 @@ class Engine:
         sequence.remember(scores)
         if tokens := block.token_ids[row]:
             logits = None if block.confidence_logits is None else block.confidence_logits[row]
-            sequence.draft = Draft(tokens, scores, block.draft_probs[row], logits)
+            note = None if block.notes is None else block.notes[row]
+            sequence.draft = Draft(tokens, scores, block.draft_probs[row], logits, note)
             sequence.num_drafted += len(tokens)
             self.counters.drafts += 1
             self.counters.drafted_tokens += len(tokens)
@@ -473,3 +495,10 @@ def _details(item: Work, accepted: int) -> StepDetails:
         return StepDetails(0, 0, 0)
     survival = tuple(round(float(score), 4) for score in draft.survival[:verified])
     return StepDetails(len(draft.token_ids), verified, accepted, survival)
+
+
+def _tokens_after(token_ids: list[int], first: int, count: int) -> list[int]:
+    """The token after each of `count` rows from `first` on. A request that ended early has no more of them:
+    its last one stands in, for rows that no draft will start from."""
+    after = token_ids[first + 1 : first + 1 + count]
+    return after + [token_ids[-1]] * (count - len(after))

@@ -27,6 +27,7 @@ class Draft:
     survival: FloatArray  # [γ] calibrated, non-increasing, 0 past the end of the draft
     draft_probs: Tensor | None  # [len, Vd] the distribution each token was drawn from; None: one-hot
     confidence_logits: FloatArray | None = None  # [γ] as the head gave them
+    note: object = None  # the drafter's own, handed back with the outcome
 
 
 @dataclass(slots=True, eq=False)

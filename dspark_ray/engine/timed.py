@@ -164,6 +164,9 @@ class TimedDrafter:
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Its confidences are true already."""
 
+    def wants_full_verification(self) -> bool:
+        return False
+
     def describe(self) -> str:
         kinds = "; ".join(" ".join(f"{mean:.2f}" for mean in row) for row in self._acceptance.means[:3])
         return f"timed: conditional acceptance {kinds}{' ...' if len(self._acceptance.means) > 3 else ''}"

@@ -23,6 +23,7 @@ from dspark_ray.core.env import cache_dir
 from dspark_ray.core.errors import ArtefactError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.build import build_engine
+from dspark_ray.engine.canary import warn_if_drafter_is_dead
 from dspark_ray.engine.engine import Engine
 from dspark_ray.profiling.identity import table_identity
 from dspark_ray.profiling.profile import OnProgress, ProfileSettings, profile_engine
@@ -58,6 +59,8 @@ def build_profiled_engine(
             engine.budget.table.summary(),
             config.speculation.mode.value,
         )
+    if config.speculation.canary:
+        warn_if_drafter_is_dead(engine, model_dir)
     return engine
 
 

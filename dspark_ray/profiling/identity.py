@@ -14,7 +14,7 @@ from typing import Any
 import dspark_kernels
 import torch
 
-from dspark_ray.core.config import AppConfig
+from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
 from dspark_ray.core.digest import digest_json, sha256_file
 from dspark_ray.core.errors import CheckpointError
 from dspark_ray.core.types import VerificationMode
@@ -80,7 +80,7 @@ def kernels_digest() -> str:
 
 def _drafter(config: AppConfig) -> str:
     drafter = config.speculation.drafter
-    if drafter.path is not None and drafter.kind == "dspark":
+    if drafter.path is not None and drafter.kind not in MODEL_FREE_DRAFTERS:
         try:
             return drafter_digest(Path(drafter.path))
         except OSError as error:

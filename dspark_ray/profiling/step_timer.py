@@ -115,7 +115,8 @@ class StepTimer:
         positions = torch.from_numpy(np.concatenate(where))
         width = len(drafter.taps) * target.config.hidden_size
         taps = torch.zeros(len(positions), width, dtype=target.dtype)
-        return ContextRows(taps, positions, torch.from_numpy(np.concatenate(slots)))
+        next_tokens = torch.zeros_like(positions)
+        return ContextRows(taps, positions, torch.from_numpy(np.concatenate(slots)), next_tokens)
 
     def _sequences(self, count: int, context: int) -> list[Sequence]:
         """Decoding requests with `context` cached tokens, an anchor and a draft each."""

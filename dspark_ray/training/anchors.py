@@ -4,7 +4,7 @@ Blocks are packed in groups of `GROUP_BLOCKS` of one sequence. The sequence's co
 shared by its groups; the mask lets a slot see the context before its anchor and its own block, nothing else.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ GROUP_BLOCKS = 8  # A: blocks in one group
 class TrainingBatch:
     """B sequences of at most S context tokens, N groups of A blocks of γ slots."""
 
+    tokens: Tensor  # [B, S] int64, 0 past a sequence's end
     taps: Tensor  # [B, S, n_taps · H] bf16
     group_sequence: Tensor  # [N] int64: which of the B sequences
     anchors: Tensor  # [N, A] int64: absolute positions
@@ -28,6 +29,7 @@ class TrainingBatch:
     valid: Tensor  # [N, A, γ] bool: the label lies in the response
     top_ids: Tensor  # [N, A, γ, K] int64: the target's most probable tokens at the label's position
     top_probs: Tensor  # [N, A, γ, K] fp32
+    numbers: tuple[int, ...] = field(default=(), kw_only=True)  # of the sequences in the cache: a name
 
     @property
     def num_blocks(self) -> int:
@@ -45,10 +47,12 @@ def choose_anchors(sequence: CachedSequence, count: int, generator: torch.Genera
 def pack(sequences: list[CachedSequence], anchors: list[Tensor], block_size: int) -> TrainingBatch:
     """One batch; the last group of a sequence is filled up with blocks that carry no label."""
     longest = max(len(s.tokens) for s in sequences)
+    tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
     taps = torch.zeros(len(sequences), longest, sequences[0].taps.shape[1], dtype=torch.bfloat16)
     groups: list[tuple[Tensor, ...]] = []
     owners: list[int] = []
     for number, (sequence, chosen) in enumerate(zip(sequences, anchors, strict=True)):
+        tokens[number, : len(sequence.tokens)] = sequence.tokens
         taps[number, : len(sequence.tokens)] = sequence.taps
         padding = -len(chosen) % GROUP_BLOCKS
         real = torch.ones(len(chosen) + padding, dtype=torch.bool)
@@ -58,7 +62,7 @@ def pack(sequences: list[CachedSequence], anchors: list[Tensor], block_size: int
         owners += [number] * (len(chosen) // GROUP_BLOCKS)
     joined = [torch.cat(parts) for parts in zip(*groups, strict=True)]
     grouped = [part.view(len(owners), GROUP_BLOCKS, *part.shape[1:]) for part in joined]
-    return TrainingBatch(taps, torch.tensor(owners), *grouped)
+    return TrainingBatch(tokens, taps, torch.tensor(owners), *grouped)
 
 
 def _blocks(sequence: CachedSequence, anchors: Tensor, real: Tensor, block_size: int) -> tuple[Tensor, ...]:
@@ -79,15 +83,17 @@ def _blocks(sequence: CachedSequence, anchors: Tensor, real: Tensor, block_size:
     )
 
 
-def visibility(anchors: Tensor, block_size: int, context_length: int) -> Tensor:
-    """What each slot may look at. anchors [N, A] → bool [N, A · γ, context_length + A · γ]."""
-    num_groups, blocks = anchors.shape
-    context = torch.arange(context_length) < anchors[..., None]  # [N, A, S]
-    own = torch.eye(blocks, dtype=torch.bool).repeat_interleave(block_size, dim=1)  # [A, A · γ]
-    both = torch.cat((context, own.expand(num_groups, -1, -1)), dim=-1)
-    return both.repeat_interleave(block_size, dim=1)
+def visibility(starts: Tensor, ends: Tensor, context_length: int) -> Tensor:
+    """The context that blocks may look at. starts and ends [N, A] positions → bool [N, A, context_length]"""
+    position = torch.arange(context_length)
+    return (position >= starts[..., None]) & (position < ends[..., None])
 
 
-def positions(anchors: Tensor, block_size: int) -> Tensor:
-    """Absolute positions of the slots. anchors [N, A] → [N, A · γ]."""
-    return (anchors[..., None] + torch.arange(block_size)).flatten(1)
+def own_block(num_blocks: int, num_slots: int) -> Tensor:
+    """Slots see their own block. → bool [A · slots, A · slots]"""
+    return torch.block_diag(*[torch.ones(num_slots, num_slots, dtype=torch.bool)] * num_blocks)
+
+
+def positions(anchors: Tensor, num_slots: int) -> Tensor:
+    """Absolute positions of the slots. anchors [N, A] → [N, A · slots]."""
+    return (anchors[..., None] + torch.arange(num_slots)).flatten(1)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.digest import digest_json, sha256_file
-from dspark_ray.core.errors import ArtefactError
+from dspark_ray.core.errors import ArtefactError, DataError
 from dspark_ray.training.data import Sample, read_samples
 from dspark_ray.training.target import FrozenTarget
 
@@ -76,6 +76,12 @@ class TargetCache:
                     f"the cache {folder} was made for another target, taps or top-k: remove it"
                 )
         for number in range(len(self._manifest["shards"])):
+            self._open_shard(number)
+
+    def reload(self) -> None:
+        """Opens the shards that another process has added."""
+        self._manifest = json.loads(self._manifest_path.read_text(encoding="utf-8"))
+        for number in range(len(self._shards), len(self._manifest["shards"])):
             self._open_shard(number)
 
     def __len__(self) -> int:
@@ -137,11 +143,13 @@ class TargetCache:
         top_k: int,
         max_length: int,
         max_bytes: int,
+        skip_bad_lines: bool = True,
         stop: Callable[[], bool] = lambda: False,
     ) -> int:
         """Run the target over new lines of `sources` and append them; returns how many sequences came.
 
-        Ends early, between shards, when `stop()` turns true or `max_bytes` is reached.
+        Ends early, between shards, when `stop()` turns true or `max_bytes` is reached. Bad lines are logged
+        and skipped, or raise `DataError`.
         """
         before = len(self)
         vocab_size = target.head_weight.shape[0]
@@ -155,6 +163,8 @@ class TargetCache:
                     start_byte=start,
                     max_samples=SHARD_SAMPLES,
                 )
+                if result.errors and not skip_bad_lines:
+                    raise DataError(f"bad training data (bad_data: stop): {result.errors[0]}")
                 for error in result.errors:
                     logger.warning("skipped %s", error)
                 if result.next_byte == start:

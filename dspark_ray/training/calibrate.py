@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_ray.calibration.reliability import ece
+from dspark_ray.calibration.reliability import ReliabilityBins, auroc, brier, ece, reliability_bins
 from dspark_ray.calibration.sts import fit_temperatures, scaled_confidences, survival_outcomes
 from dspark_ray.calibration.temperatures import Temperatures
 from dspark_ray.core.errors import ConfigError
@@ -28,8 +28,44 @@ class CalibrationReport:
     rule: str
     num_drafts: int
     temperatures: NDArray[np.float64]  # [γ]
-    ece_before: list[float]  # [γ] with T = 1
-    ece_after: list[float]  # [γ]
+    before: list["Quality"]  # [γ] with T = 1
+    after: list["Quality"]  # [γ]
+
+    @property
+    def ece_before(self) -> list[float]:
+        return [quality.ece for quality in self.before]
+
+    @property
+    def ece_after(self) -> list[float]:
+        return [quality.ece for quality in self.after]
+
+    def as_json(self) -> dict[str, object]:
+        """Everything as plain values; means of empty bins are null."""
+        return {
+            "rule": self.rule,
+            "drafts": self.num_drafts,
+            "temperatures": self.temperatures.tolist(),
+            "before": [quality.as_json() for quality in self.before],
+            "after": [quality.as_json() for quality in self.after],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How good the survivals of one position are; of a position never reached ECE is 0, the rest NaN."""
+
+    ece: float
+    auroc: float
+    brier: float
+    bins: ReliabilityBins
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            **{name: _plain(getattr(self, name)) for name in ("ece", "auroc", "brier")},
+            "count": self.bins.count.tolist(),
+            "mean_predicted": [_plain(value) for value in self.bins.mean_predicted.tolist()],
+            "mean_outcome": [_plain(value) for value in self.bins.mean_outcome.tolist()],
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +79,12 @@ class _Drafts:
     def fit(self) -> NDArray[np.float64]:
         return fit_temperatures(self.logits, self.num_accepted, self.num_verified)
 
-    def errors(self, temperatures: NDArray[np.float64]) -> list[float]:
-        """ECE of survival at each position under these temperatures. [γ]"""
+    def judge(self, temperatures: NDArray[np.float64]) -> list[Quality]:
+        """The survivals of each position under these temperatures. [γ]"""
         survival = np.cumprod(scaled_confidences(self.logits, temperatures), axis=1)
         survived, known = survival_outcomes(self.num_accepted, self.num_verified, self.logits.shape[1])
         return [
-            ece(survival[known[:, k], k], survived[known[:, k], k].astype(np.float64))
+            _quality(survival[known[:, k], k], survived[known[:, k], k].astype(np.float64))
             for k in range(self.logits.shape[1])
         ]
 
@@ -77,9 +113,22 @@ def _calibrate_rule(rule: str, records: Sequence[DraftRecord]) -> CalibrationRep
         rule=rule,
         num_drafts=len(records),
         temperatures=_stack(records).fit(),
-        ece_before=judged.errors(np.ones_like(fitted)),
-        ece_after=judged.errors(fitted),
+        before=judged.judge(np.ones_like(fitted)),
+        after=judged.judge(fitted),
     )
+
+
+def _quality(predicted: NDArray[np.float64], outcome: NDArray[np.float64]) -> Quality:
+    return Quality(
+        ece(predicted, outcome),
+        auroc(predicted, outcome),
+        brier(predicted, outcome),
+        reliability_bins(predicted, outcome),
+    )
+
+
+def _plain(value: float) -> float | None:
+    return None if np.isnan(value) else round(value, 5)
 
 
 def _stack(records: Sequence[DraftRecord]) -> _Drafts:

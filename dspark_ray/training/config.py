@@ -9,20 +9,42 @@ from pydantic import Field, ValidationError, model_validator
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.section import Section
 
+# What each kind is by default, where it differs from DSpark.
+_KIND_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dspark": {},
+    "dflash": {"markov_rank": 0, "confidence_head": False, "sample_from_anchor": False},
+    "eagle3": {"num_layers": 1, "markov_rank": 0, "confidence_head": False},
+    "mtp": {"num_layers": 1, "block_size": 1, "markov_rank": 0, "confidence_head": False},
+}
+
 
 class ArchitectureConfig(Section):
     """The drafter's shape; attention, MLP and RoPE shapes are the target's."""
 
-    num_layers: int = Field(2, ge=1)
-    block_size: int = Field(7, ge=1, le=32, description="γ")
+    kind: Literal["dspark", "dflash", "eagle3", "mtp"] = "dspark"
+    num_layers: int = Field(2, ge=1, description="eagle3 and mtp: 1")
+    block_size: int = Field(7, ge=1, le=32, description="γ; eagle3: the horizon; mtp: 1")
     target_layer_ids: tuple[int, ...] = Field(description="taps: 0-based layers whose output is read")
     draft_vocab_size: int | None = Field(8192, ge=2, description="None: the whole vocabulary")
-    mask_token_id: int = Field(ge=0, description="a token that never occurs in text")
-    markov_rank: int = Field(64, ge=0)
+    mask_token_id: int | None = Field(
+        None, ge=0, description="a token that never occurs in text (dspark, dflash)"
+    )
+    markov_rank: int = Field(64, ge=0, description="of the sequential head; 0: none (dspark)")
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence_head: bool = True
+    sample_from_anchor: bool = Field(True, description="False: one mask more, masks predict themselves")
     qk_norm: bool = False
+    context_window: int | None = Field(None, ge=16, description="context positions seen; None: all")
     init_layers: tuple[int, ...] = Field(
         (), description="target layers the draft layers start from; () random"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_kind(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            return {**_KIND_DEFAULTS.get(values.get("kind", "dspark"), {}), **values}
+        return values
 
     @model_validator(mode="after")
     def _check(self) -> "ArchitectureConfig":
@@ -30,6 +52,18 @@ class ArchitectureConfig(Section):
             raise ValueError("architecture.init_layers needs one target layer per draft layer")
         if list(self.target_layer_ids) != sorted(set(self.target_layer_ids)) or not self.target_layer_ids:
             raise ValueError("architecture.target_layer_ids must increase")
+        if self.kind in ("dspark", "dflash") and self.mask_token_id is None:
+            raise ValueError(f"architecture.mask_token_id is needed for kind {self.kind!r}")
+        if self.kind != "dspark" and (self.markov_rank or self.confidence_head):
+            raise ValueError(
+                f"architecture: kind {self.kind!r} has neither a sequential nor a confidence head"
+            )
+        if self.kind in ("eagle3", "mtp") and self.num_layers != 1:
+            raise ValueError(f"architecture.num_layers must be 1 for kind {self.kind!r}")
+        if self.kind == "mtp" and (self.block_size != 1 or len(self.target_layer_ids) != 1):
+            raise ValueError("architecture: kind 'mtp' has one tap and block_size 1")
+        if self.kind == "dspark" and not self.markov_rank and not self.confidence_head:
+            raise ValueError("architecture: without heads it is kind 'dflash'")
         return self
 
 
@@ -79,10 +113,13 @@ class TrainingConfig(Section):
     cache: CacheConfig
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
-    sequences_per_step: int = Field(8, ge=1)
+    sequences_per_step: int = Field(8, ge=1, description="of all processes together")
+    accumulate: int = Field(1, ge=1, description="batches that a process's sequences of a step are run in")
     anchors_per_sequence: int = Field(64, ge=1)
     bf16: bool = Field(True, description="matrix products in bfloat16 (weights and optimizer stay fp32)")
     num_threads: int | None = Field(None, ge=1)
+    bad_data: Literal["skip", "stop"] = Field("skip", description="what a bad line does; it is named")
+    tensorboard: bool = Field(False, description="figures to OUTPUT/tensorboard too")
     seed: int = 0
     minutes: float | None = Field(None, gt=0, description="stop, resumable, after this wall time")
     save_minutes: float = Field(5.0, gt=0)

@@ -22,7 +22,7 @@ class ReadResult:
     """What a file held after `start_byte`; `next_byte` is where to continue."""
 
     samples: list[Sample]
-    errors: list[str]  # "file:byte offset: reason", one per skipped line
+    errors: list[str]  # "file:line: reason", one per bad line
     next_byte: int
 
 
@@ -68,6 +68,12 @@ def read_samples(
                 if line.strip():
                     samples.append(parse_sample(line, vocab_size=vocab_size, max_length=max_length))
             except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
-                errors.append(f"{path}:{position}: {error}")
+                errors.append(f"{path}:{_line_number(path, position)}: {error}")
             position += len(line)
     return ReadResult(samples, errors, position)
+
+
+def _line_number(path: Path, position: int) -> int:
+    """The line, from 1, that starts at a byte offset. Counted only where there is something to report."""
+    with path.open("rb") as file:
+        return file.read(position).count(b"\n") + 1

@@ -1,6 +1,6 @@
-"""Training data written by the target itself: it invents user turns, then answers them.
+"""Training data written by the target itself: it invents user turns and answers them, or answers given ones.
 
-python -m dspark_ray.training.generate OUT.jsonl --minutes 20 [--openings FILE.yaml] [--concurrency 96]
+python -m dspark_ray.training.generate OUT.jsonl --minutes 20 [--openings FILE.yaml | --prompts FILE.jsonl]
 
 No external data set: after an open user header, a sampled chat model writes what users write, freely or by
 continuing one of the given openings; its answers at the configured temperatures are what the drafter must
@@ -26,7 +26,9 @@ from dspark_ray.core.types import Request, RequestOutput, SamplingParams, Verifi
 from dspark_ray.engine.build import build_engine
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.fetch import resolve_model
+from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
+from dspark_ray.training.answers import answer_prompts, answered_lines
 
 
 class Opening(Section):
@@ -138,13 +140,13 @@ class SelfWriter:
         return request_id
 
 
-def write_samples(out: Path, writer: SelfWriter, minutes: float, report_every_s: float = 20.0) -> None:
-    """Appends samples to `out` for `minutes`, with a progress line now and then."""
+def write_samples(out: Path, samples: Iterator[dict[str, object]], report_every_s: float = 20.0) -> None:
+    """Appends samples to `out`, with a progress line now and then."""
     out.parent.mkdir(parents=True, exist_ok=True)
     started = last = time.monotonic()
     num_samples = num_tokens = 0
     with out.open("a", encoding="utf-8") as file:
-        for sample in writer.samples(lambda: time.monotonic() - started < minutes * 60):
+        for sample in samples:
             file.write(json.dumps(sample) + "\n")
             file.flush()
             num_samples += 1
@@ -164,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="default", help="'default', a directory or a hub id")
     parser.add_argument("--openings", type=Path, help="YAML list of {opening, ending, max_tokens}")
+    parser.add_argument("--prompts", type=Path, help="answer these JSON lines instead")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -178,8 +181,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
         engine=EngineConfig(max_running=settings.concurrency, kv_num_blocks=settings.concurrency * 64),
         speculation=SpeculationConfig(mode=VerificationMode.OFF),
     )
+    tokenizer, ends = Tokenizer.load(model_dir), time.monotonic() + options.minutes * 60
+    prompts = [] if options.prompts is None else read_prompts(options.prompts, tokenizer)
     engine = build_engine(config, model_dir=model_dir)
-    write_samples(options.out, SelfWriter(engine, Tokenizer.load(model_dir), settings), options.minutes)
+
+    def keep_going() -> bool:
+        return time.monotonic() < ends
+
+    if options.prompts is None:
+        samples = SelfWriter(engine, tokenizer, settings).samples(keep_going)
+    else:
+        answered = answered_lines(options.out)
+        samples = answer_prompts(
+            engine,
+            [prompt for prompt in prompts if prompt.line not in answered],
+            temperatures=settings.temperatures,
+            max_tokens=settings.max_answer_tokens,
+            seed=settings.seed,
+            concurrency=settings.concurrency,
+            keep_going=keep_going,
+        )
+    write_samples(options.out, samples)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """One optimizer step at a time: the network, its average, the optimizer and the random state."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dspark_ray.core.errors import ConfigError, DsparkError
+from dspark_ray.models.drafters.families import DrafterNetwork, new_network
 from dspark_ray.models.drafters.network import DSparkNetwork
 from dspark_ray.training.anchors import TrainingBatch, choose_anchors, pack
 from dspark_ray.training.cache import TargetCache
 from dspark_ray.training.config import OptimizerConfig, TrainingConfig
 from dspark_ray.training.forward import SharedWeights, run_blocks
 from dspark_ray.training.losses import LossParts, LossWeights, agreement, dspark_loss, position_weights
+from dspark_ray.training.ranks import Ranks
 
 
 class NonFiniteLossError(DsparkError):
@@ -31,11 +35,14 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 class Learner:
     """Everything a saved state holds. Steps depend on nothing else, so a resumed run repeats them exactly."""
 
-    def __init__(self, config: TrainingConfig, network: DSparkNetwork, shared: SharedWeights) -> None:
+    def __init__(
+        self, config: TrainingConfig, network: DrafterNetwork, shared: SharedWeights, ranks: Ranks
+    ) -> None:
         self.config = config
+        self._ranks = ranks
         self.network = network
         self.shared = shared
-        self.averaged = DSparkNetwork(network.config).requires_grad_(False)
+        self.averaged = new_network(network.config).requires_grad_(False)
         self.averaged.load_state_dict(network.state_dict())
         if config.trainable == "confidence":
             _freeze_all_but_confidence(network)
@@ -51,38 +58,61 @@ class Learner:
         self._weights = LossWeights(**config.loss.model_dump())
         self._slot_weights = position_weights(network.config.block_size, config.loss.position_decay)
 
-    def sample_batch(self, cache: TargetCache, numbers: list[int], lengths: Tensor) -> TrainingBatch:
-        """Random sequences of similar length (less padding), random anchors in each."""
+    def sample_batch(self, cache: TargetCache, numbers: list[int], lengths: Tensor) -> list[TrainingBatch]:
+        """This process's part of a step, in `accumulate` batches: random sequences of similar length (less
+        padding), random anchors in each."""
         count = self.config.sequences_per_step
         pool = torch.randint(len(numbers), (4 * count,), generator=self.generator)
         pool = pool[lengths[pool].argsort(stable=True)]
         start = int(torch.randint(4, (1,), generator=self.generator)) * count
-        sequences = [cache.sequence(numbers[i]) for i in pool[start : start + count].tolist()]
+        chosen = [numbers[i] for i in pool[start : start + count].tolist()]
+        sequences = [cache.sequence(number) for number in chosen]
+        # For all sequences, other processes' too: the draws must not depend on how many processes there are.
         anchors = [choose_anchors(s, self.config.anchors_per_sequence, self.generator) for s in sequences]
-        return pack(sequences, anchors, self.network.config.block_size)
+        batches = []
+        for part in range(self.config.accumulate):
+            first = self._ranks.rank + part * self._ranks.count
+            own = slice(first, None, self._ranks.count * self.config.accumulate)
+            batch = pack(sequences[own], anchors[own], self.network.config.block_size)
+            batches.append(replace(batch, numbers=tuple(chosen[own])))
+        return batches
 
-    def train_step(self, batch: TrainingBatch) -> LossParts:
-        """One optimizer step; raises `NonFiniteLossError` before the weights are touched."""
+    def train_step(self, batches: Sequence[TrainingBatch]) -> LossParts:
+        """One optimizer step over all processes' batches.
+
+        Raises `NonFiniteLossError`, which names the sequences, before the weights are touched.
+        """
         rate = learning_rate(self.step, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.bf16):
-            out = run_blocks(self.network, batch, self.shared)
-        agreed = agreement(out.logits, out.draft_ids, out.top_probs)
-        row_weights = self._slot_weights.expand(batch.valid.shape)[batch.valid]
-        loss = dspark_loss(agreed, out.confidence_logit, row_weights, self._weights)
+        row_weights = [self._slot_weights.expand(b.valid.shape)[b.valid] for b in batches]
+        total_weight = self._ranks.sum(torch.stack([w.sum() for w in row_weights]).sum())
         self.optimizer.zero_grad(set_to_none=True)
-        loss.total.backward()
+        counted = torch.zeros(5)  # loss, its three parts, blocks
+        for batch, weights in zip(batches, row_weights, strict=True):
+            loss = self._loss(batch, weights, total_weight)
+            loss.total.backward()
+            parts = (loss.cross_entropy, loss.total_variation, loss.confidence)
+            counted += torch.tensor([loss.total.item(), *parts, batch.num_blocks])
+        counted = self._ranks.sum_gradients(self.network.parameters(), counted)
         norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.optimizer.clip_norm)
-        if not (math.isfinite(loss.total.item()) and math.isfinite(norm.item())):
+        if not (math.isfinite(counted[0].item()) and math.isfinite(norm.item())):
+            numbers = [number for batch in batches for number in batch.numbers]
             raise NonFiniteLossError(
-                f"step {self.step}: loss {loss.total.item()}, gradient norm {norm.item()}"
+                f"step {self.step}: loss {counted[0].item()}, gradient norm {norm.item()}, over the cache's "
+                f"sequences {numbers}"
             )
         self.optimizer.step()
         self.step += 1
-        self.blocks += batch.num_blocks
+        self.blocks += int(counted[4])
         self._average()
-        return loss
+        return LossParts(counted[0], *counted[1:4].tolist())
+
+    def _loss(self, batch: TrainingBatch, row_weights: Tensor, total_weight: Tensor) -> LossParts:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.config.bf16):
+            out = run_blocks(self.network, batch, self.shared)
+        agreed = agreement(out.logits, out.draft_ids, out.top_probs)
+        return dspark_loss(agreed, out.confidence_logit, row_weights, self._weights, total_weight)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -108,10 +138,10 @@ class Learner:
         self.step, self.blocks = state["step"], state["blocks"]
 
 
-def _freeze_all_but_confidence(network: DSparkNetwork) -> None:
+def _freeze_all_but_confidence(network: DrafterNetwork) -> None:
     """On texts it was trained on, a drafter is right more often than it will be, and a head that learns
     there says too much, however it is scaled afterwards."""
-    if network.confidence_head is None:
+    if not isinstance(network, DSparkNetwork) or network.confidence_head is None:
         raise ConfigError("trainable: this drafter has no confidence head")
     network.requires_grad_(False)
     network.confidence_head.requires_grad_(True)

@@ -93,10 +93,18 @@ class LossParts:
 
 
 def dspark_loss(
-    agreed: Agreement, confidence_logit: Tensor | None, row_weights: Tensor, weights: LossWeights
+    agreed: Agreement,
+    confidence_logit: Tensor | None,
+    row_weights: Tensor,
+    weights: LossWeights,
+    total_weight: Tensor | None = None,
 ) -> LossParts:
-    """All rows' loss. agreed and confidence_logit [M]; row_weights [M], the position weights of the rows."""
-    share = row_weights / row_weights.sum()
+    """All rows' loss. agreed and confidence_logit [M]; row_weights [M], the position weights of the rows.
+
+    `total_weight`: of the rows of a whole step where these are a part of them; the parts' losses then add up
+    to the loss of the step, and their gradients to its gradient.
+    """
+    share = row_weights / (row_weights.sum() if total_weight is None else total_weight)
     cross_entropy = (agreed.cross_entropy * share).sum()
     variation = (2.0 * (1.0 - agreed.overlap) * share).sum()
     total = weights.cross_entropy * cross_entropy + weights.total_variation * variation

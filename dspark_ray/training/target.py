@@ -2,14 +2,13 @@
 
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from dspark_kernels.attention import PagedBatch
 from torch import Tensor
 
 from dspark_ray.core.digest import digest_json, sha256_file
-from dspark_ray.models.drafters.network import DSparkConfig
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.models.weights import safetensors_files
 
@@ -32,8 +31,8 @@ class FrozenTarget(Protocol):
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         """The weights of one decoder layer, to start a draft layer from."""
 
-    def drafter_config(self, **own: object) -> DSparkConfig:
-        """A drafter's config: `own` fields, the rest from the target."""
+    def drafter_shape(self) -> dict[str, Any]:
+        """The fields of a drafter's configuration that are the target's."""
 
 
 class TransformersTarget:
@@ -80,10 +79,10 @@ class TransformersTarget:
     def layer_state(self, layer: int) -> dict[str, Tensor]:
         return self._model.model.layers[layer].state_dict()
 
-    def drafter_config(self, **own: object) -> DSparkConfig:
+    def drafter_shape(self) -> dict[str, Any]:
         hf = self._model.config
         rope = dict(hf.rope_parameters)
-        shared: dict[str, object] = {
+        return {
             "hidden_size": hf.hidden_size,
             "num_attention_heads": hf.num_attention_heads,
             "num_key_value_heads": hf.num_key_value_heads,
@@ -95,4 +94,3 @@ class TransformersTarget:
             "rope_theta": float(rope.pop("rope_theta")),
             "rope_scaling": {} if rope.get("rope_type", "default") == "default" else rope,
         }
-        return DSparkConfig(**(shared | own))  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
-"""Trains a DSpark drafter on one process; restartable at any moment.
+"""Trains a drafter on one process or many; restartable at any moment, with another number of them too.
 
     python -m dspark_ray.training.trainer configs/training/smollm2-dspark-block7.yaml [--minutes 90]
+    torchrun --nproc-per-node 2 -m dspark_ray.training.trainer CONFIG.yaml
 
 The run's folder holds `state.pt` (to continue), `metrics.jsonl` (what was logged) and `checkpoint/` (the
 averaged drafter, ready to serve). SIGTERM and Ctrl-C save and stop; the same command continues, with
@@ -12,7 +13,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,37 @@ from dspark_ray.training.cache import TargetCache
 from dspark_ray.training.config import TrainingConfig, load_training_config
 from dspark_ray.training.forward import share_weights
 from dspark_ray.training.learner import Learner, learning_rate
+from dspark_ray.training.ranks import Ranks, join_ranks
 from dspark_ray.training.setup import build_network, checkpoint_vocabulary, choose_draft_vocabulary
 from dspark_ray.training.target import FrozenTarget, TransformersTarget
+from dspark_ray.training.tensorboard import TensorBoardLog
 from dspark_ray.training.validation import validate
 
 logger = logging.getLogger(__name__)
+
+Observer = Callable[[int, Mapping[str, Any]], None]
+"""Called with the step and the figures of every log line."""
 
 
 class Run:
     """A learner with its folder, its cache and its clock."""
 
-    def __init__(self, config: TrainingConfig, target: FrozenTarget, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: TrainingConfig,
+        target: FrozenTarget,
+        stop: Callable[[], bool],
+        *,
+        ranks: Ranks | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._ranks = ranks or Ranks()
+        if config.sequences_per_step < self._ranks.count * config.accumulate:
+            raise ConfigError(
+                f"sequences_per_step ({config.sequences_per_step}) must be at least processes × accumulate "
+                f"({self._ranks.count} × {config.accumulate})"
+            )
+        self._observers = observers
         self.config = config
         self.target = target
         self._stop = stop
@@ -59,7 +80,7 @@ class Run:
         shared = share_weights(
             self.target.embedding, self.target.head_weight, draft_to_target, bf16=self.config.bf16
         )
-        learner = Learner(self.config, network, shared)
+        learner = Learner(self.config, network, shared, self._ranks)
         if state is not None:
             learner.load_state(state)
             logger.info("continuing %s at step %d", self.config.output, learner.step)
@@ -74,15 +95,20 @@ class Run:
         """Take in what the data files gained, and choose training and held-out sequences."""
         config = self.config.cache
         began, before = time.monotonic(), self.cache.num_response_tokens
-        self.cache.extend(
-            data_files(self.config.data),
-            self.target,
-            layer_ids=self.config.architecture.target_layer_ids,
-            top_k=config.top_k,
-            max_length=config.max_length,
-            max_bytes=int(config.max_gb * 1e9),
-            stop=self.should_stop,
-        )
+        if self._ranks.is_first:
+            self.cache.extend(
+                data_files(self.config.data),
+                self.target,
+                layer_ids=self.config.architecture.target_layer_ids,
+                top_k=config.top_k,
+                max_length=config.max_length,
+                max_bytes=int(config.max_gb * 1e9),
+                skip_bad_lines=self.config.bad_data == "skip",
+                stop=self.should_stop,
+            )
+        self._ranks.wait()
+        if not self._ranks.is_first:
+            self.cache.reload()
         total, seconds = self.cache.num_response_tokens, time.monotonic() - began
         logger.info(
             "cache: %d sequences, %d response tokens, %.2f GB; %d tokens came in %.0f s",
@@ -92,7 +118,7 @@ class Run:
         if len(self.cache) < every:
             raise ConfigError(f"the data hold {len(self.cache)} usable samples; at least {every} are needed")
         held_out = range(0, len(self.cache), every)[: self.config.validation_sequences]
-        self._held_out = [self.cache.sequence(number) for number in held_out]
+        self.held_out = [self.cache.sequence(number) for number in held_out]
         self._training = [number for number in range(len(self.cache)) if number % every]
         self._lengths = torch.tensor([self.cache.length(number) for number in self._training])
 
@@ -101,7 +127,15 @@ class Run:
         learner, config = self.learner, self.config
         saved, refreshed = Timer(config.save_minutes), Timer(config.cache.refresh_minutes)
         rate = Rate(learner.blocks)
-        while learner.step < config.optimizer.total_steps and not self.should_stop():
+        while learner.step < config.optimizer.total_steps:
+            # Clocks and signals are the first process's: all do the same after the same step.
+            stop, save, refresh = self._ranks.agree([self.should_stop(), saved.due(), refreshed.due()])
+            if stop:
+                break
+            if save:
+                self.save()
+            if refresh:
+                self.refresh()
             loss = learner.train_step(learner.sample_batch(self.cache, self._training, self._lengths))
             if learner.step % config.log_steps == 0:
                 self.log(
@@ -115,16 +149,14 @@ class Run:
                 )
             if learner.step % config.validation_steps == 0:
                 self.validate()
-            if saved.due():
-                self.save()
-            if refreshed.due():
-                self.refresh()
         self.validate()
         self.save()
 
     def validate(self) -> None:
         """Log the averaged drafter's accepted length on the held-out sequences."""
-        report = validate(self.learner.averaged, self._held_out, self.learner.shared, bf16=self.config.bf16)
+        if not self._ranks.is_first:
+            return
+        report = validate(self.learner.averaged, self.held_out, self.learner.shared, bf16=self.config.bf16)
         self.log(
             tau_greedy=report.tau_greedy,
             tau_sampling=report.tau_sampling,
@@ -135,6 +167,8 @@ class Run:
 
     def save(self) -> None:
         """The state, replaced atomically, and the averaged drafter as a checkpoint."""
+        if not self._ranks.is_first:
+            return
         partial = self._state_path.with_suffix(".partial")
         torch.save(self.learner.state(), partial)
         partial.replace(self._state_path)
@@ -145,12 +179,16 @@ class Run:
         )
 
     def log(self, **values: Any) -> None:
-        """One line to the log and one JSON line to the run's metrics."""
+        """One line to the log, one JSON line to the run's metrics, and the observers."""
+        if not self._ranks.is_first:
+            return
         minutes = (time.monotonic() - self._started) / 60.0
         rounded = {name: _rounded(value) for name, value in (values | {"minutes": minutes}).items()}
         logger.info("step %d: %s", self.learner.step, " ".join(f"{name}={v}" for name, v in rounded.items()))
         with (self.config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": self.learner.step} | rounded) + "\n")
+        for observer in self._observers:
+            observer(self.learner.step, rounded)
 
 
 class Timer:
@@ -210,16 +248,21 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def train(config: TrainingConfig) -> None:
-    """Run or continue the training that `config` describes.
+def train(config: TrainingConfig, observers: Sequence[Observer] = ()) -> None:
+    """Run or continue the training that `config` describes, with the processes that torchrun started.
 
     Raises `ConfigError` (too little data, an architecture that does not fit), `ArtefactError` (a cache or
-    state made for something else) and `NonFiniteLossError`.
+    state made for something else), `DataError` (a bad line, with `bad_data: stop`) and `NonFiniteLossError`.
     """
+    ranks = join_ranks()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     with _StopSignal() as stop:
-        Run(config, TransformersTarget(config.target), stop.requested).loop()
+        observers = list(observers)
+        if config.tensorboard and ranks.is_first:
+            observers.append(TensorBoardLog(config.output / "tensorboard"))
+        target = TransformersTarget(config.target)
+        Run(config, target, stop.requested, ranks=ranks, observers=observers).loop()
 
 
 class _StopSignal:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark_ray.models.drafters.network import DSparkNetwork
+from dspark_ray.models.drafters.families import DrafterNetwork
 from dspark_ray.training.anchors import TrainingBatch, pack
 from dspark_ray.training.cache import CachedSequence
 from dspark_ray.training.forward import SharedWeights, run_blocks
@@ -50,7 +50,7 @@ def _conditional(chains: Tensor, reached: Tensor) -> list[float]:
 
 @torch.no_grad()
 def validate(
-    network: DSparkNetwork, sequences: list[CachedSequence], shared: SharedWeights, *, bf16: bool
+    network: DrafterNetwork, sequences: list[CachedSequence], shared: SharedWeights, *, bf16: bool
 ) -> ValidationReport:
     """Every anchor of every sequence is drafted once."""
     chains, reached, greedy_chains, greedy_reached, errors = [], [], [], [], []

@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError
+from dspark_ray.models.drafters.autoregressive import AutoregressiveConfig, AutoregressiveNetwork
 from dspark_ray.models.drafters.checkpoint import load_checkpoint, save_checkpoint
 from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
+from dspark_ray.models.drafters.shape import DrafterShape
 
 CONFIG = DSparkConfig(
     hidden_size=32,
@@ -112,8 +114,9 @@ def test_aliases(tmp_path: Path, keys: dict[str, Any]) -> None:
         ({"target_layer_ids": [2, 0]}, "must increase"),
         ({"target_layer_ids": [0, 4]}, "must lie in"),
         ({"target_layer_ids": [0, 1, 2]}, "fc.weight"),
-        ({"markov_head_type": "rnn"}, "markov_head_type 'rnn'"),
-        ({"sample_from_anchor": False}, "sample_from_anchor"),
+        ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn', the tensors are those of 'vanilla'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"sample_from_anchor": False, "block_size": 1}, "no token to draft"),
         ({"markov_rank": 0}, "confidence_head_with_markov"),
         ({"draft_vocab_size": None}, "markov_w2"),
         ({"num_hidden_layers": 3}, r"layers\.2\."),
@@ -148,6 +151,112 @@ def test_wrong_tensor_is_named(
     save(tmp_path)
     edit(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+def rewrite(path: Path, raw: dict[str, Any], rename: Callable[[str], str] = lambda name: name) -> None:
+    """The checkpoint in `path` under another config.json and other tensor names."""
+    stored = {rename(name): tensor for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(stored, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(raw))
+
+
+BACKBONE = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 60,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
+
+
+def test_published_dflash_layout(tmp_path: Path) -> None:
+    """DFlashDraftModel: block_size counts the anchor, masks predict themselves, no num_target_layers."""
+    plain = dataclasses.replace(
+        CONFIG,
+        markov_rank=0,
+        enable_confidence_head=False,
+        confidence_head_with_markov=False,
+        draft_vocab_size=None,
+        sample_from_anchor=False,
+    )
+    save(tmp_path, plain)
+    own = {"mask_token_id": 59, "target_layer_ids": [0, 2]}
+    rewrite(
+        tmp_path,
+        {**BACKBONE, "architectures": ["DFlashDraftModel"], "block_size": 8, "dflash_config": own},
+    )
+    assert load_checkpoint(tmp_path, num_target_layers=5)[0] == plain
+    with pytest.raises(CheckpointError, match="num_target_layers"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("from_anchor", [None, False, True])
+def test_published_speculators_layout(tmp_path: Path, from_anchor: bool | None) -> None:
+    """The backbone nested, taps from the embedding on; without `sample_from_anchor` the anchor is silent."""
+    save(tmp_path)
+    raw = {
+        "speculators_model_type": "dspark",
+        "architectures": ["DSparkSpeculator"],
+        "transformer_layer_config": BACKBONE,
+        "draft_vocab_size": 20,
+        "block_size": 8,
+        "aux_hidden_state_layer_ids": [1, 3],
+        "mask_token_id": 59,
+        "markov_rank": 6,
+        "enable_confidence_head": True,
+        "num_target_layers": 5,
+    }
+    rewrite(tmp_path, raw if from_anchor is None else {**raw, "sample_from_anchor": from_anchor})
+    loaded, _ = load_checkpoint(tmp_path)
+    assert loaded == dataclasses.replace(
+        CONFIG, block_size=8 if from_anchor else 7, sample_from_anchor=bool(from_anchor)
+    )
+
+
+def test_published_eagle3_layout(tmp_path: Path) -> None:
+    """LlamaForCausalLMEagle3: `midlayer`, no tap ids (inputs of layers 2, n/2 and n − 3), t2d beside d2t."""
+    fields = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(DrafterShape)}
+    fields |= {"num_hidden_layers": 1, "num_target_layers": 12, "target_layer_ids": (1, 5, 8)}
+    config = AutoregressiveConfig(kind="eagle3", **fields)
+    torch.manual_seed(0)
+    state = AutoregressiveNetwork(config).state_dict()
+    save_checkpoint(tmp_path, config, state, DRAFT_TO_TARGET, "speculators")
+    raw = {
+        **BACKBONE,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 20,
+        "architectures": ["LlamaForCausalLMEagle3"],
+    }
+    rewrite(tmp_path, raw, lambda name: name.replace("layers.0.", "midlayer."))
+    edit(tmp_path, lambda t: t.update({"embed_tokens.weight": torch.zeros(60, 32)}))
+    loaded, tensors = load_checkpoint(tmp_path, num_target_layers=12)
+    assert loaded == config
+    assert torch.equal(tensors["lm_head.weight"], state["lm_head.weight"].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["mtp.0.main_proj.weight", "mtp.0.attn.wkv"], "'mtp.0.attn.wkv'"),
+        (["encoder.weight"], "no tensor tells a drafter.*encoder.weight"),
+    ],
+)
+def test_foreign_tensors_are_named(tmp_path: Path, names: list[str], message: str) -> None:
+    save_file({name: torch.zeros(2) for name in names}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(BACKBONE))
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(tmp_path)
+
+
+def test_an_implicit_last_tap_is_explained(tmp_path: Path) -> None:
+    save(tmp_path)
+    edit(tmp_path, lambda t: t.update({"fc.weight": torch.zeros(32, 96)}))
+    with pytest.raises(CheckpointError, match=r"'fc.weight' reads 3 taps, target_layer_ids names 2"):
         load_checkpoint(tmp_path)
 
 

@@ -53,7 +53,7 @@ def reference_block(
         mapping = torch.arange(len(head)) if d2t is None else torch.arange(len(d2t)) + d2t
         previous, tokens, logits = torch.tensor([anchor]), [], []
         for slot in range(size):
-            markov = network.markov_embedding(previous)
+            markov = network.markov_embedding(previous)  # the vanilla head's features are its embeddings
             chosen = network.logits(hidden[slot : slot + 1], head[mapping], markov).argmax(-1)
             logits.append(float(network.confidence_logit(hidden[slot : slot + 1], markov)))
             previous = mapping[chosen]
@@ -76,7 +76,7 @@ def test_served_network_is_the_trained_one(tmp_path: Path, draft_vocab: tuple[in
         positions = torch.arange(length)
         slots = torch.tensor(table)[positions // 4] * 4 + positions % 4
         with torch.inference_mode():
-            drafter.commit(ContextRows(taps, positions, slots))
+            drafter.commit(ContextRows(taps, positions, slots, torch.tensor(history[1:])))
         requests.append(DraftRequest(history, table, GREEDY, np.zeros(4)))
         expected.append(reference_block(path, target, taps, history[-1]))
     with torch.inference_mode():

@@ -16,6 +16,7 @@ from dspark_ray.engine import acceptance
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
+from tests.drafter_families import family_dir
 from tests.reference import dense_logits
 from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
 
@@ -57,10 +58,10 @@ def next_probs(target: Decoder, tokens: tuple[int, ...]) -> np.ndarray:
     return _CACHE[tokens]
 
 
-def sample_counts(engine: Engine) -> np.ndarray:
+def sample_counts(engine: Engine, num_requests: int = NUM_REQUESTS) -> np.ndarray:
     """How often each three-token beginning came out. [V, V, V]"""
     # Six tokens are asked for so that blocks are verified to their full length; three are counted.
-    requests = [request(str(i), PROMPT, max_tokens=6, **SAMPLING) for i in range(NUM_REQUESTS)]
+    requests = [request(str(i), PROMPT, max_tokens=6, **SAMPLING) for i in range(num_requests)]
     counts = np.zeros((VOCAB,) * LENGTH)
     for tokens in run(engine, requests).values():
         counts[tuple(tokens[:LENGTH])] += 1
@@ -103,6 +104,23 @@ def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode:
         assert counters.trimmed_tokens > counters.drafts  # more than the end of requests explains
     assert counters.drafted_tokens == counters.verified_tokens + counters.trimmed_tokens
     assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
+    assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
+
+
+def test_joint_law_with_chances_that_are_learnt(tmp_path: Path, exact_law: np.ndarray) -> None:
+    """A live estimator, with steps that verify in full for its sake, in the adaptive mode."""
+    path = family_dir(tmp_path, "eagle3", VOCAB, (0, 1, 3, 4))
+    engine = tiny_engine(
+        path,
+        vocab_size=VOCAB,
+        engine={"max_waiting": NUM_REQUESTS, "max_running": 8},
+        speculation={"mode": "adaptive", "drafter": {"kind": "eagle3", "path": str(path)}},
+    )
+    z = chi_square_z(sample_counts(engine, 1_500), exact_law)
+    counters = engine.counters
+    assert counters.accepted_tokens > 0
+    assert counters.rejected_tokens > 0
+    assert counters.trimmed_tokens > counters.drafts
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 

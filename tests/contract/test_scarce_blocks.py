@@ -33,6 +33,9 @@ class TellTaleDrafter:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None: ...
 
+    def wants_full_verification(self) -> bool:
+        return False
+
     def describe(self) -> str:
         return "tell-tale"
 

@@ -24,6 +24,7 @@ class ContextRows:
     taps: Tensor  # [N, m·H] target hidden states at the tap layers
     positions: Tensor  # [N] int64
     slots: Tensor  # [N] int64 KV slots of the rows
+    next_token_ids: Tensor  # [N] int64 the token after each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class DraftBlock:
     confidences: FloatArray  # [R, n] calibrated chance to survive, given that all before did
     draft_probs: list[Tensor | None]  # R × [len, Vd] distribution each token was drawn from; None: one-hot
     confidence_logits: FloatArray | None = None  # [R, n] as the head gave them, for calibration
+    notes: Sequence[object] | None = None  # R × what the drafter wants back with the draft's outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,9 @@ class Outcome:
 
     num_verified: int
     num_accepted: int
+    num_known: int = 0  # verified tokens that were judged: those after an accepted end of the text were not
+    in_full: bool = False  # the step verified whole drafts, whatever their scores
+    note: object = None  # the drafter's own, from its `DraftBlock`
 
 
 class Drafter(Protocol):
@@ -75,6 +80,10 @@ class Drafter(Protocol):
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Outcomes of this step's verification, for drafters that learn their confidences."""
 
+    def wants_full_verification(self) -> bool:
+        """Whether this step should verify whole drafts, to learn from. Called once a step, before lengths are
+        chosen; decided from past steps alone."""
+
     def describe(self) -> str:
         """One line for the start-up log."""
 
@@ -92,6 +101,7 @@ class DrafterContext:
     temperatures: str | None
     ngram_min: int
     ngram_max: int
+    confidence: str = "head"  # or "online"
 
 
 DRAFTERS: Registry[Callable[[DrafterContext], Drafter]] = Registry("drafter")

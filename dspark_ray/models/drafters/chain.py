@@ -8,6 +8,7 @@ from dspark_kernels.choose import argmax
 from dspark_kernels.noise import noisy_argmax
 from torch import Tensor
 
+from dspark_ray.core.types import FloatArray
 from dspark_ray.models.adjust import Columns, adjust_draft_row
 from dspark_ray.models.drafters.base import DraftRequest
 from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
@@ -20,7 +21,14 @@ class SlotChooser:
     the noise of the place that is drafted. Call `choose` once for each slot, left to right.
     """
 
-    def __init__(self, requests: Sequence[DraftRequest], vocab_map: Tensor | None, output_size: int) -> None:
+    def __init__(
+        self,
+        requests: Sequence[DraftRequest],
+        vocab_map: Tensor | None,
+        output_size: int,
+        *,
+        wants_features: bool = False,
+    ) -> None:
         self._requests, self._vocab_map = requests, vocab_map
         self._columns = Columns(vocab_map)
         self._shared = [i for i, r in enumerate(requests) if r.noise_keys is not None]
@@ -34,6 +42,8 @@ class SlotChooser:
         self._drafted: list[list[int]] = [[] for _ in requests]
         self._open_slots = torch.ones(uniforms.shape, dtype=torch.bool)
         self._probs: list[Tensor] = []  # per slot [D, Vd]
+        self._features: list[Tensor] = []  # per slot [R, 2]
+        self._wants_features = wants_features
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next slot's tokens. logits [R, Vd] fp32, changed in place by adjusters → target ids [R]"""
@@ -43,6 +53,8 @@ class SlotChooser:
                 self._open_slots[row, slot] = adjust_draft_row(
                     logits[row], request.adjuster, self._drafted[row], self._columns
                 )
+        if self._wants_features:
+            self._features.append(distribution_features(logits))
         chosen = argmax(logits)
         if self._shared:
             probs = filtered_probs(logits[self._shared], self._shared_filters)
@@ -67,9 +79,30 @@ class SlotChooser:
         """
         return self._open_slots
 
+    def features(self) -> FloatArray | None:
+        """`distribution_features` of each slot [R, n, 2]; None unless wanted."""
+        if not self._wants_features:
+            return None
+        return np.asarray(torch.stack(self._features, dim=1).numpy(), dtype=np.float32)
+
     def draft_probs(self) -> list[Tensor | None]:
         """q of each request [n, Vd] that the rejection rule needs it of; None: one-hot."""
         probs: list[Tensor | None] = [None] * len(self._requests)
         for index, row in enumerate(self._drawn):
             probs[row] = torch.stack([by_slot[index] for by_slot in self._probs])
         return probs
+
+
+_MAX_MARGIN = 20.0  # nats; an adjuster may leave one token only
+
+
+def distribution_features(logits: Tensor) -> Tensor:
+    """How sure the draft distribution is: top-2 margin and entropy, both in nats. [R, Vd] → [R, 2]
+
+    Of the logits at temperature 1, so that they mean the same for every request. They know nothing of which
+    token is then drawn.
+    """
+    probs = logits.softmax(dim=-1)
+    first, second = logits.topk(2, dim=-1).values.unbind(-1)
+    margin = (first - second).clamp(max=_MAX_MARGIN)
+    return torch.stack((margin, torch.special.entr(probs).sum(-1)), dim=-1)

@@ -2,14 +2,18 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from dspark_ray.calibration.online import LearnedDraft, OnlineEstimator
 from dspark_ray.calibration.temperatures import Temperatures
 from dspark_ray.core.digest import sha256_file
 from dspark_ray.core.errors import ArtefactError
 from dspark_ray.core.types import AcceptanceRule, FloatArray
+from dspark_ray.models.drafters.base import Outcome
+from dspark_ray.models.drafters.rates import AcceptanceRates
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +33,64 @@ class CalibratedConfidence:
         temperature = np.stack([self._by_rule[rule] for rule in rules])[:, : logits.shape[1]]
         scaled = np.clip(logits / temperature, -_MAX_LOGIT, _MAX_LOGIT)
         return (1.0 / (1.0 + np.exp(-scaled))).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNote:
+    """What `OnlineConfidence` wants back with a draft's outcome."""
+
+    rule: str
+    features: FloatArray  # [n, F]
+    baseline: FloatArray  # [n]
+
+
+class OnlineConfidence:
+    """Chances from an estimator that learns while serving. The head, or else the rate of each position, is
+    its baseline and stands in where it is not better."""
+
+    def __init__(self, block_size: int, head: CalibratedConfidence | None) -> None:
+        self._head = head
+        self._rates = AcceptanceRates(block_size)
+        self._estimator = OnlineEstimator(block_size, num_features=2 if head is None else 3)
+        self._step = 0
+
+    @property
+    def source(self) -> str:
+        """For the start-up log."""
+        over = "the rate of each position" if self._head is None else f"the {self._head.source} head"
+        return f"learnt while serving, over {over}"
+
+    def __call__(
+        self, features: FloatArray, logits: FloatArray | None, rules: Sequence[AcceptanceRule]
+    ) -> tuple[FloatArray, list[DraftNote]]:
+        """Chances [R, n], and a note for each draft.
+
+        features [R, n, 2] of the draft distributions, logits [R, n] of the head, the requests' rules [R].
+        """
+        if self._head is None or logits is None:
+            baseline = np.tile(self._rates.rates[: features.shape[1]], (len(features), 1))
+        else:
+            baseline = self._head(logits, rules)
+            features = np.concatenate((features, logits[..., None]), axis=-1)
+        chances = self._estimator.predict(features.astype(np.float64), baseline.astype(np.float64), rules)
+        notes = [DraftNote(*row) for row in zip(rules, features, baseline, strict=True)]
+        return chances.astype(np.float32), notes
+
+    def wants_full_verification(self) -> bool:
+        """Called once a step: now and then whole drafts are verified, to learn from."""
+        self._step += 1
+        return self._estimator.explores(self._step)
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Learns from drafts that were verified in full for it."""
+        self._rates.observe(outcomes)
+        for outcome in outcomes:
+            note = outcome.note
+            if outcome.in_full and outcome.num_known and isinstance(note, DraftNote):
+                features, baseline = note.features.astype(np.float64), note.baseline.astype(np.float64)
+                self._estimator.learn(
+                    LearnedDraft(note.rule, features, baseline, outcome.num_known, outcome.num_accepted)
+                )
 
 
 def load_confidence(checkpoint: Path, override: str | None, block_size: int) -> CalibratedConfidence:

@@ -17,6 +17,7 @@ from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.models.tokenizer import Tokenizer
+from tests.drafter_families import family_dir
 from tests.tiny import TOKENIZER_VOCAB_SIZE, tiny_tokenizer_dir
 from tests.tiny_engine import tiny_drafter_dir, tiny_engine
 
@@ -57,7 +58,7 @@ def local(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[AppConfig]:
     asked: list[AppConfig] = []
     monkeypatch.chdir(folder)
 
-    def load(config: AppConfig) -> LocalEngine:
+    def load(config: AppConfig, *, profiled: bool = True) -> LocalEngine:
         asked.append(config)
         speculation = {"mode": config.speculation.mode.value, "num_draft_tokens": 4}
         engine = tiny_engine(folder / "drafter", vocab_size=TOKENIZER_VOCAB_SIZE, speculation=speculation)
@@ -164,9 +165,34 @@ def test_evaluate_verifies_everything(local: list[AppConfig], tmp_path: Path) ->
     )
     assert result.exit_code == 0, result.output
     assert local[0].speculation.mode is VerificationMode.FIXED
-    report = json.loads(path.read_text())["report"]
-    assert report["output_tokens"] == 72
-    assert report["tau"] >= 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["report"]["output_tokens"] == 72
+    assert row["report"]["tau"] >= 1
+
+
+def test_evaluate_puts_drafters_side_by_side(local: list[AppConfig], tmp_path: Path) -> None:
+    path, png = tmp_path / "out.json", tmp_path / "out.png"
+    family_dir(tmp_path / "feedback", "eagle3", TOKENIZER_VOCAB_SIZE)
+    result = invoke(
+        *("evaluate", "-c", "config.yaml", "-p", "prompts.jsonl", "--limit", 2, "--max-tokens", 8),
+        *("-d", tmp_path / "feedback", "-d", "ngram", "--temperature", 0, "--temperature", 1),
+        *("--json", path, "--png", png),
+    )
+    assert result.exit_code == 0, result.output
+    assert [c.speculation.drafter.kind for c in local] == ["eagle3", "ngram"]
+    assert local[0].speculation.num_draft_tokens == 4
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["drafter"], r["temperature"]) for r in rows] == [
+        ("feedback", 0.0), ("feedback", 1.0), ("ngram", 0.0), ("ngram", 1.0)
+    ]  # fmt: skip
+    assert "acceptance by position" in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluate_refuses_what_is_no_drafter(local: list[AppConfig]) -> None:
+    result = invoke("evaluate", "-c", "config.yaml", "-p", "prompts.jsonl", "-d", "nowhere")
+    assert result.exit_code == USER_ERROR
+    assert "'nowhere' is no directory" in result.stderr
 
 
 def test_calibrate_writes_both_rules(local: list[AppConfig], tmp_path: Path) -> None:
@@ -175,7 +201,8 @@ def test_calibrate_writes_both_rules(local: list[AppConfig], tmp_path: Path) -> 
 
     path = tmp_path / "temperatures.json"
     result = invoke(
-        "calibrate", "-c", "config.yaml", "-p", "prompts.jsonl", "--max-tokens", 90, "--out", path
+        *("calibrate", "-c", "config.yaml", "-p", "prompts.jsonl", "--max-tokens", 90, "--out", path),
+        *("--json", tmp_path / "r.json", "--png", tmp_path / "r.png"),
     )
     assert result.exit_code == 0, result.output
     assert local[0].speculation.num_draft_tokens == 4
@@ -183,6 +210,10 @@ def test_calibrate_writes_both_rules(local: list[AppConfig], tmp_path: Path) -> 
     assert set(found.by_rule) == {"greedy", "rejection"}
     assert found.block_size == 4
     assert "ECE after" in result.stdout
+    rules = json.loads((tmp_path / "r.json").read_text())["rules"]
+    assert [rule["rule"] for rule in rules] == ["greedy", "rejection"]
+    assert len(rules[0]["after"][0]["mean_outcome"]) == 15
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_calibrate_needs_a_drafter_with_confidences(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from dspark_ray.training.anchors import GROUP_BLOCKS, choose_anchors, pack, positions, visibility
+from dspark_ray.training.anchors import GROUP_BLOCKS, choose_anchors, own_block, pack, positions, visibility
 from tests.unit.training.conftest import make_sequence
 
 
@@ -41,12 +41,15 @@ def test_groups_belong_to_one_sequence() -> None:
 
 
 def test_visibility() -> None:
-    visible = visibility(torch.tensor([[2, 4]]), block_size=2, context_length=5)
-    assert visible.shape == (1, 4, 5 + 4)
-    first, second = visible[0, 0].tolist(), visible[0, 2].tolist()
-    assert first == [True, True, False, False, False, True, True, False, False]
-    assert second == [True, True, True, True, False, False, False, True, True]
-    assert torch.equal(visible[0, 0], visible[0, 1])  # both slots of a block see the same
+    starts, ends = torch.tensor([[0, 1]]), torch.tensor([[2, 4]])
+    assert visibility(starts, ends, 5).tolist() == [
+        [[True, True, False, False, False], [False, True, True, True, False]]
+    ]
+
+
+def test_own_block() -> None:
+    first, second = [True, True, False, False], [False, False, True, True]
+    assert own_block(num_blocks=2, num_slots=2).tolist() == [first, first, second, second]
 
 
 def test_positions() -> None:

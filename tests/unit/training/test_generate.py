@@ -5,8 +5,17 @@ from pathlib import Path
 import pytest
 
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
-from dspark_ray.training.generate import GenerationSettings, Opening, SelfWriter, load_openings
+from dspark_ray.training.answers import answer_prompts, answered_lines
+from dspark_ray.training.data import read_samples
+from dspark_ray.training.generate import (
+    GenerationSettings,
+    Opening,
+    SelfWriter,
+    load_openings,
+    write_samples,
+)
 from tests.tiny import tiny_chat_model_dir
 from tests.tiny_engine import tiny_decoder, tiny_engine
 
@@ -59,3 +68,40 @@ def test_the_shipped_openings_load() -> None:
     openings = load_openings(Path("configs/training/openings/general.yaml"))
     assert len(openings) > 50
     assert any(opening.ending for opening in openings)
+
+
+def test_given_prompts_are_answered_once_each_and_resumed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_chat_model_dir(tmp_path))
+    vocab_size = tokenizer.vocab_size
+    engine = tiny_engine(
+        None, vocab_size=vocab_size, target=tiny_decoder(vocab_size), speculation={"mode": "off"}
+    )
+    given = tmp_path / "prompts.jsonl"
+    lines = ['{"turns": ["a", "b"]}', '{"prompt": "c"}', '{"messages": [{"role": "user", "content": "d"}]}']
+    given.write_text("\n".join(lines * 2))
+    prompts, out = read_prompts(given, tokenizer), tmp_path / "out.jsonl"
+
+    def answer(keep_going: int) -> None:
+        answered = answered_lines(out)
+        left = iter(range(keep_going))
+        samples = answer_prompts(
+            engine,
+            [p for p in prompts if p.line not in answered],
+            temperatures=(0.0, 1.0),
+            max_tokens=5,
+            seed=0,
+            concurrency=2,
+            keep_going=lambda: next(left, None) is not None,
+        )
+        write_samples(out, samples)
+
+    answer(keep_going=8)
+    assert 0 < len(answered_lines(out)) < 6
+    with out.open("a") as file:
+        file.write('{"prompt_ids": [1, 2')  # killed while it wrote
+    answer(keep_going=1000)
+    assert not engine.has_work()
+    result = read_samples(out, vocab_size=vocab_size, max_length=64)
+    assert not result.errors
+    assert sorted(map(tuple, (p.token_ids for p in prompts))) == sorted(s.prompt_ids for s in result.samples)
+    assert {s.temperature for s in result.samples} == {0.0, 1.0}

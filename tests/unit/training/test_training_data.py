@@ -46,7 +46,7 @@ def test_bad_line_is_reported_and_skipped(tmp_path: Path, line: bytes, reason: s
     result = read(path)
     assert len(result.samples) == 1
     assert len(result.errors) == 1
-    assert result.errors[0].startswith(f"{path}:0: ")
+    assert result.errors[0].startswith(f"{path}:1: ")
     assert reason in result.errors[0]
 
 

@@ -1,0 +1,139 @@
+"""What inference forms of drafters share: fused weights, paged context, what must fit the target."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from dspark_kernels.activation import silu_mul
+from dspark_kernels.attention import PagedBatch
+from dspark_kernels.linear import PackedLinear
+from torch import Tensor
+
+from dspark_ray.core.errors import CheckpointError, ConfigError
+from dspark_ray.models.drafters.base import DrafterContext, DraftRequest
+from dspark_ray.models.drafters.checkpoint import D2T_TENSOR, load_checkpoint
+from dspark_ray.models.drafters.families import DrafterConfig
+from dspark_ray.models.drafters.shape import WINDOW_STEP, DrafterShape
+from dspark_ray.models.rope import RopeTable, build_rope
+from dspark_ray.models.targets.decoder import Decoder
+
+Weights = dict[str, Tensor]
+
+
+class LayerWeights:
+    """One draft layer's weights, those that are read together stored together."""
+
+    def __init__(self, weights: Weights, prefix: str, qk_norm: bool) -> None:
+        def take(name: str) -> Tensor:
+            return weights[f"{prefix}.{name}"]
+
+        self.input_norm = take("input_layernorm.weight")
+        self.qkv = PackedLinear(
+            torch.cat([take(f"self_attn.{n}_proj.weight") for n in ("q", "k", "v")]), None
+        )
+        self.q_norm = take("self_attn.q_norm.weight") if qk_norm else None
+        self.k_norm = take("self_attn.k_norm.weight") if qk_norm else None
+        self.o = PackedLinear(take("self_attn.o_proj.weight"), None)
+        self.post_norm = take("post_attention_layernorm.weight")
+        self.gate_up = PackedLinear(torch.cat([take(f"mlp.{n}_proj.weight") for n in ("gate", "up")]), None)
+        self.down = PackedLinear(take("mlp.down_proj.weight"), None)
+
+    def mlp(self, normed: Tensor) -> Tensor:
+        """The SwiGLU branch, [N, H] → [N, H]."""
+        return self.down(silu_mul(self.gate_up(normed)))
+
+
+def context_kv_weight(weights: Weights, num_layers: int) -> PackedLinear:
+    """K and V projections of all layers in one matrix: [L · 2 · KV · D, width]."""
+    layers = range(num_layers)
+    parts = [weights[f"layers.{i}.self_attn.{n}_proj.weight"] for i in layers for n in ("k", "v")]
+    return PackedLinear(torch.cat(parts), None)
+
+
+def drafter_rope(config: DrafterShape, context: DrafterContext) -> RopeTable:
+    """Tables up to γ positions past the last one that is ever emitted: a block may reach that far."""
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta, **config.rope_scaling}
+    max_positions = context.max_positions + config.block_size
+    return build_rope(rope, config.head_dim, max_positions, max_positions)
+
+
+class ContextPages:
+    """Where the context of a drafter's blocks lies: each request's own KV blocks, or the end of them."""
+
+    def __init__(self, config: DrafterShape, context: DrafterContext) -> None:
+        self._config, self._block_size = config, context.kv_block_size
+        if config.context_window is not None and WINDOW_STEP % context.kv_block_size:
+            raise ConfigError(
+                f"a drafter with a context window needs an engine.kv_block_size that divides {WINDOW_STEP}, "
+                f"not {context.kv_block_size}"
+            )
+
+    def batch(self, requests: Sequence[DraftRequest], ends: Sequence[int], num_rows: int) -> PagedBatch:
+        """`num_rows` query rows of each request over its context positions below `ends` [R]."""
+        size = self._block_size
+        first = [self._config.context_start(len(r.token_ids) - 1) // size for r in requests]
+        last = [-(-end // size) for end in ends]
+        widest = max(1, *(end - start for start, end in zip(first, last, strict=True)))
+        tables = np.zeros((len(requests), widest), dtype=np.int32)
+        for row, (request, start, end) in enumerate(zip(requests, first, last, strict=True)):
+            tables[row, : end - start] = request.blocks[start:end]
+        lengths = [max(0, end - start * size) for start, end in zip(first, ends, strict=True)]
+        return PagedBatch(
+            query_start=torch.arange(0, (len(requests) + 1) * num_rows, num_rows, dtype=torch.int32),
+            kv_len=torch.tensor(lengths, dtype=torch.int32),
+            block_tables=torch.from_numpy(tables),
+            block_size=size,
+            max_query=num_rows,
+            max_kv=max(lengths),
+        )
+
+
+def load_for_target(context: DrafterContext, kind: str) -> tuple[DrafterConfig, Weights, Decoder]:
+    """The checkpoint at `context.path` in the target's dtype, checked against the target.
+
+    Raises `ConfigError` without a path or for more tokens than the drafter was made for, `CheckpointError`
+    for a checkpoint that is damaged or was made for a target of another shape.
+    """
+    assert isinstance(context.target, Decoder)
+    if context.path is None:
+        raise ConfigError(f"speculation.drafter.path is required for kind {kind!r}")
+    config, weights = load_checkpoint(Path(context.path), context.target.config.num_layers)
+    _check_fits(config, context.target, context)
+    dtype = context.target.dtype
+    cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}
+    return config, cast, context.target
+
+
+def draft_vocabulary(config: DrafterShape, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """(target ids of the draft vocabulary, ascending so that an id is found by bisection; the order of the
+    checkpoint's rows that makes them so), both [Vd]; None and None without a reduced vocabulary."""
+    if config.draft_vocab_size is None:
+        return None, None
+    vocab_map = torch.arange(config.draft_vocab_size) + weights[D2T_TENSOR]  # d2t holds deltas
+    order = vocab_map.argsort()
+    return vocab_map[order], order
+
+
+def describe_vocabulary(config: DrafterShape) -> str:
+    """For the start-up log."""
+    return (
+        f"{config.output_size} of {config.vocab_size}" if config.draft_vocab_size else str(config.vocab_size)
+    )
+
+
+def _check_fits(config: DrafterShape, target: Decoder, context: DrafterContext) -> None:
+    """The drafter was made for a target of this shape, and can draft as many tokens as asked."""
+    t = target.config
+    for name, have, want in (
+        ("hidden_size", config.hidden_size, t.hidden_size),
+        ("vocab_size", config.vocab_size, t.vocab_size),
+        ("num_target_layers", config.num_target_layers, t.num_layers),
+    ):
+        if have != want:
+            raise CheckpointError(f"{context.path}: the drafter's {name} is {have}, the target's is {want}")
+    if context.num_draft_tokens > config.block_size:
+        raise ConfigError(
+            f"speculation.num_draft_tokens={context.num_draft_tokens} exceeds the drafter's block size "
+            f"{config.block_size}; set it to at most {config.block_size}"
+        )
