@@ -60,8 +60,8 @@ def test_errors_reach_the_official_client(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="other", messages=MESSAGES, stream=True)
     assert not_found.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="fake", messages=MESSAGES, logprobs=True)
-    assert bad.value.param == "logprobs"
+        client.chat.completions.create(model="fake", messages=MESSAGES, frequency_penalty=5)
+    assert bad.value.param == "frequency_penalty"
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,11 @@ def empty_dir(tmp_path: Path) -> Path:
 
 
 def test_it_serves_until_it_is_asked_to_end(model_dir: Path, tmp_path: Path) -> None:
-    child = start(tmp_path, "tests.ray.app_builder:build_fake_app", model={"source": str(model_dir)})
+    child = start(
+        tmp_path,
+        "tests.ray.app_builder:build_fake_app",
+        model={"source": str(model_dir), "max_model_len": 256},
+    )
     try:
         assert child.stderr is not None
         assert any("ready at http://127.0.0.1:" in line for line in child.stderr)  # ends with the child
