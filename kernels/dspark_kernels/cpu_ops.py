@@ -280,37 +280,25 @@ class CpuOps:
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor, out_features: int) -> Tensor:
         """x [N, in] bf16 → [N, out]."""
-        x = x.contiguous()
-        rows, in_features = x.shape
-        assert x.dtype == torch.bfloat16
-        assert in_features == panels.shape[1]
-        out = x.new_empty((rows, out_features))
-        self._linear(
-            x.data_ptr(),
-            panels.data_ptr(),
-            bias.data_ptr(),
-            out.data_ptr(),
-            rows,
-            in_features,
-            out_features,
-            torch.get_num_threads(),
-        )
-        return out
+        return self._multiply(self._linear, x, (panels, bias), out_features)
 
     def linear_int8(
         self, x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor, out_features: int
     ) -> Tensor:
         """x [N, in] bf16 → [N, out], as `linear` with the bf16 weights q · scale."""
+        return self._multiply(self._linear_int8, x, (panels, scales, bias), out_features)
+
+    def _multiply(
+        self, function: "ctypes._NamedFuncPointer", x: Tensor, packed: tuple[Tensor, ...], out_features: int
+    ) -> Tensor:
         x = x.contiguous()
         rows, in_features = x.shape
         assert x.dtype == torch.bfloat16
-        assert in_features == panels.shape[1]
+        assert in_features == packed[0].shape[1]
         out = x.new_empty((rows, out_features))
-        self._linear_int8(
+        function(
             x.data_ptr(),
-            panels.data_ptr(),
-            scales.data_ptr(),
-            bias.data_ptr(),
+            *[tensor.data_ptr() for tensor in packed],
             out.data_ptr(),
             rows,
             in_features,

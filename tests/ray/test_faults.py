@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -81,16 +80,23 @@ def test_halving_the_cap_halves_both_budgets_within_a_second(fleet: Fleet) -> No
     def budgets() -> dict[str, float]:
         return {name: stats.budget_tokens for name, stats in fleet.stats().items()}
 
-    def settled(cap: float) -> Callable[[], bool]:
-        # The fake verifies cap × its step time, 5 ms, in every step.
-        return lambda: abs(sum(budgets().values()) - cap * 0.005) < 0.2
+    def steady() -> bool:
+        # All of the cap is used (the fake verifies cap × its step time, 5 ms, a step), and the split has
+        # followed the demand: at first one replica's requests are reported before the other's.
+        first = budgets()
+        time.sleep(0.6)
+        second = budgets()
+        used = abs(sum(second.values()) - CAP * 0.005) < 0.2
+        return used and all(second[name] == pytest.approx(first[name], rel=0.05) for name in first)
 
-    eventually(settled(CAP), timeout_s=5.0)
+    eventually(steady, timeout_s=5.0)
     before = budgets()
+
+    def halved() -> bool:
+        return all(budget == pytest.approx(before[name] / 2, rel=0.25) for name, budget in budgets().items())
+
     ray.get(fleet.scheduler().set_cap.remote(CAP / 2))
-    eventually(settled(CAP / 2), timeout_s=1.0)
-    for name, budget in budgets().items():
-        assert budget == pytest.approx(before[name] / 2, rel=0.25)
+    eventually(halved, timeout_s=1.0)
     ray.get(fleet.scheduler().set_cap.remote(CAP))
     load.join(timeout=120.0)
     assert not load.is_alive()
