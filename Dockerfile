@@ -3,11 +3,10 @@
 FROM python:3.11-slim
 
 ARG TORCH=torch==2.13.0
-ARG TORCH_INDEX=
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN useradd --create-home dspark
 WORKDIR /opt/dspark-ray
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url $TORCH_INDEX} "$TORCH"
+RUN pip install --no-cache-dir "$TORCH"
 COPY --chown=dspark . .
 RUN pip install --no-cache-dir -e . && chown dspark .
 # Outside the container nobody reaches its loopback.
