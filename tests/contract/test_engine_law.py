@@ -149,8 +149,8 @@ def test_a_planted_bias_of_two_percent_is_found(
 def test_two_percent_of_moved_mass_is_found(checkpoint: Path, exact_law: np.ndarray) -> None:
     """A sample of the right law fails against a law that has 2% of the mass elsewhere.
 
-    The mass goes from the likeliest to the least likely first token: over 4,000 simulated samples of this size
-    the statistic is 12.0 standard deviations on average and never below 4.8. Between the two likeliest
+    The mass goes from the likeliest to the least likely first token: over 4,000 simulated samples of this
+    size the statistic is 12.0 standard deviations on average and never below 4.8. Between the two likeliest
     tokens it would be 7.1, and below 4 in one sample of 27.
     """
     first = exact_law.sum(axis=(1, 2))
