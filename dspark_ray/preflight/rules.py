@@ -303,12 +303,25 @@ def quantization_is_the_engines(facts: Facts) -> Iterator[Problem]:
 
 
 def scheduler_reaches_the_engine(facts: Facts) -> Iterator[Problem]:
+    """Plans reach vLLM where it chooses budgets itself, and say nothing of which tokens fill them."""
     config = facts.config
-    if config.engine.kind == "vllm" and config.scheduler.policy != "local":
+    policy = config.scheduler.policy
+    if config.engine.kind != "vllm" or policy == "local":
+        return
+    key, cure = "scheduler.policy", "set it to local, or engine.kind to native"
+    if not is_adaptive(config):
         yield Problem(
-            "scheduler.policy",
-            f"{config.scheduler.policy} sets budgets, and vLLM chooses its own",
-            "set it to local, or engine.kind to native",
+            key,
+            f"{policy} limits budgets, and vLLM chooses none without adaptive verification",
+            "set speculation.mode to adaptive (drafter kind dspark), or the policy to local",
+        )
+    if policy == "weighted":
+        yield Problem(key, "vLLM ranks draft tokens on the device, by survival alone", cure)
+    if config.vllm.data_parallel_size > 1:
+        yield Problem(
+            "vllm.data_parallel_size",
+            f"each of {config.vllm.data_parallel_size} cores would take the replica's whole share",
+            "set it to 1 and raise serving.num_replicas, or set scheduler.policy to local",
         )
 
 

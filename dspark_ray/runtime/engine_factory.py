@@ -4,6 +4,7 @@ import logging
 import os
 from pathlib import Path
 
+import ray
 from tokenizers import Tokenizer
 
 from dspark_ray.core.config import AppConfig
@@ -43,7 +44,10 @@ def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     text_dir = resolve_model(source, weights=not is_on_hub(source))
     model = source if is_on_hub(source) else str(text_dir)
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-    engine = build_vllm_engine(config, model=model, text_dir=text_dir, cores=cores, engine_id=engine_id)
+    host = ray.util.get_node_ip_address() if config.vllm.executor == "ray" else "127.0.0.1"
+    engine = build_vllm_engine(
+        config, model=model, text_dir=text_dir, cores=cores, engine_id=engine_id, host=host
+    )
     return LoadedEngine(engine, _canary_prompt(text_dir), engine.close)
 
 

@@ -2,6 +2,8 @@
 
 import math
 
+_BURST_S = 0.25  # credit is kept for this long: several steps, and a cut of the cap is felt well within 1 s
+
 
 class TokenBucket:
     """Credit in draft tokens: grows with time, falls with what is verified. Not thread-safe.
@@ -49,3 +51,19 @@ class TokenBucket:
         if burst is not None:
             self._burst = max(burst, 1.0)
             self._credit = min(self._credit, self._burst)
+
+
+def bucket_of_share(
+    bucket: TokenBucket | None, draft_tokens_per_s: float | None, block_size: int
+) -> TokenBucket | None:
+    """The bucket for a plan's share from now on, with the credit of the last one; None without a cap.
+
+    At least one request's block of credit is kept, or a slow rate never fills one.
+    """
+    if draft_tokens_per_s is None:
+        return None
+    burst = max(draft_tokens_per_s * _BURST_S, float(block_size))
+    if bucket is None:
+        return TokenBucket(draft_tokens_per_s, burst)
+    bucket.set_rate(draft_tokens_per_s, burst)
+    return bucket

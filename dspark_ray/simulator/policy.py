@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_ray.core.types import FloatArray, IntArray, StepPlan, VerificationMode
-from dspark_ray.scheduling.cap import TokenBucket
+from dspark_ray.scheduling.cap import TokenBucket, bucket_of_share
 from dspark_ray.scheduling.gate import should_draft, speculation_pays
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthView
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
@@ -19,7 +19,6 @@ from dspark_ray.simulator.acceptance import AcceptanceBank
 STALE_STEPS = 2  # the engine's: budgets come from scores of this many drafts ago
 _PRIOR_SMOOTHING = 0.05
 _SWITCH_PROBE_STEPS = 64
-_BURST_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,7 @@ class ReplicaPolicy:
 
     def apply(self, plan: StepPlan) -> None:
         """A plan of the central scheduler, as the engine's `Coupling` takes it."""
-        rate = plan.draft_tokens_per_s
-        if rate is None:
-            self.bucket = None
-            return
-        burst = max(rate * _BURST_S, float(self.settings.num_draft_tokens))
-        if self.bucket is None:
-            self.bucket = TokenBucket(rate, burst)
-        else:
-            self.bucket.set_rate(rate, burst)
+        self.bucket = bucket_of_share(self.bucket, plan.draft_tokens_per_s, self.settings.num_draft_tokens)
 
     def verify(self, slots: IntArray, most: IntArray, load: Load, now_ms: float) -> Verified:
         """Lengths of this step's decoding requests, and what of them stands.

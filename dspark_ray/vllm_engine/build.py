@@ -11,6 +11,8 @@ from dspark_ray.models.shapes import read_shape
 from dspark_ray.vllm_engine.arguments import check_argument_names, engine_arguments
 from dspark_ray.vllm_engine.engine import VllmEngine
 from dspark_ray.vllm_engine.environment import cpu_environment
+from dspark_ray.vllm_engine.link import PlanLink
+from dspark_ray.vllm_engine.plugin import ENTRY_POINT, is_loaded_by_vllm
 from dspark_ray.vllm_engine.speculation import is_adaptive
 from dspark_ray.vllm_engine.version import require_vllm
 
@@ -19,11 +21,12 @@ _KV_SLACK = 1.1
 
 
 def build_vllm_engine(
-    config: AppConfig, *, model: str, text_dir: Path, cores: list[int], engine_id: str
+    config: AppConfig, *, model: str, text_dir: Path, cores: list[int], engine_id: str, host: str
 ) -> VllmEngine:
     """Starts vLLM and loads the model; may take minutes.
 
-    model: a directory or a hub id; text_dir: where its config.json is here. Raises `ConfigError` for a vLLM
+    model: a directory or a hub id; text_dir: where its config.json is here; host: this machine's address, as
+    all ranks reach it. Raises `ConfigError` for a vLLM
     that is absent or untested and for a configuration that vLLM refuses, `EngineDeadError` if it does not
     start.
     """
@@ -37,17 +40,36 @@ def build_vllm_engine(
     from dspark_ray.vllm_engine.client import AsyncLLMClient
 
     check_argument_names(list(config.vllm.engine_args))
+    link = _plan_link(config, host)
     try:
         return VllmEngine(
             config,
             lambda counters: AsyncLLMClient.connect(arguments, counters),
             _description(config, model, version),
             engine_id=engine_id,
+            link=link,
         )
     except (ValueError, NotImplementedError, ImportError) as error:  # what its configuration classes raise
         raise ConfigError(f"vLLM {version} refuses this configuration: {error}") from error
     except RuntimeError as error:  # its processes have said why in the log
         raise EngineDeadError(f"vLLM {version} did not start: {error}") from error
+
+
+def _plan_link(config: AppConfig, host: str) -> PlanLink | None:
+    """To vLLM's scheduler, where vLLM chooses budgets; its processes find it by their environment."""
+    if not is_adaptive(config):
+        return None
+    if not is_loaded_by_vllm():
+        if config.scheduler.policy == "local":  # its plans say nothing
+            return None
+        raise ConfigError(
+            f"scheduler.policy {config.scheduler.policy}: vLLM does not load this program's plugin "
+            f"{ENTRY_POINT!r}; install the package (pip install -e .) instead of adding it to the path, and "
+            "name the plugin in VLLM_PLUGINS if that is set"
+        )
+    link = PlanLink(f"tcp://{host}")
+    os.environ.update(link.addresses.environment())
+    return link
 
 
 def _kv_bytes(config: AppConfig, text_dir: Path) -> int:

@@ -27,7 +27,9 @@ from dspark_ray.core.types import (
     StepPlan,
     SurvivalReport,
 )
+from dspark_ray.scheduling.newest_plan import NewestPlan
 from dspark_ray.vllm_engine.counters import VllmCounters
+from dspark_ray.vllm_engine.link import CoreReport, PlanLink
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +87,12 @@ class VllmEngine:
         *,
         engine_id: str = "engine",
         clock: Clock | None = None,
+        link: PlanLink | None = None,
     ) -> None:
-        """`connect` makes the client, in the event loop it will live in. Blocks until the model is loaded."""
+        """`connect` makes the client, in the event loop it will live in. Blocks until the model is loaded.
+
+        link: to vLLM's scheduler, where it verifies adaptively; the engine closes it.
+        """
         self.config = config
         self._engine_id = engine_id
         self._clock = clock or SystemClock()
@@ -96,15 +102,16 @@ class VllmEngine:
         self._outputs: list[RequestOutput] = []  # of this turn of the event loop
         self._batches: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
         self._num_finished = self._num_aborted = 0
-        self._plan: StepPlan | None = None
-        self._plan_at_ms = 0.0
+        self._plan = NewestPlan()
+        self._link = link
+        self._core_report: CoreReport | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="dspark-vllm", daemon=True)
         self._thread.start()
         try:
             self._client: VllmClient = self._wait_for(connect(self._counters), None)
         except BaseException:
-            self._stop_loop()
+            self._leave()
             raise
 
     # -- the engine loop's thread --------------------------------------------------------------------
@@ -170,29 +177,32 @@ class VllmEngine:
             num_aborted=self._num_aborted,
             budget_tokens=recent.budget_tokens,
             step_measured_ms=recent.measured_ms,
-            plan_age_ms=self._plan_age_ms(),
+            plan_age_ms=self._plan.age_ms(self._clock.now_ms()),
         )
 
     def make_report(
         self, replica_id: str, generation: int, sequence: int, include_table: bool
     ) -> SurvivalReport:
-        """The load. vLLM's confidences and step costs stay in its own processes, so there are none here."""
-        load = self._counters.load()
+        """The load, and with adaptive verification the confidences and step costs that vLLM's core tells."""
+        load, core = self._counters.load(), self._newest_core_report()
+        none = np.zeros((0, self.config.speculation.num_draft_tokens), dtype=np.float32)
+        decodes = core is not None and load.num_running > 0
         return SurvivalReport(
             replica_id=replica_id,
             generation=generation,
             sequence=sequence,
-            survival=np.zeros((0, self.config.speculation.num_draft_tokens), dtype=np.float32),
-            base_rows=load.num_running,
+            survival=core.survival if core is not None and decodes else none,
+            base_rows=core.base_rows if core is not None and decodes else load.num_running,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
-            table_digest="",
-            table=None,
+            table_digest="" if core is None else core.table_digest,
+            table=core.table if core is not None and include_table else None,
             budget_tokens=self._counters.recent.summary().budget_tokens,
         )
 
     def apply_plan(self, plan: StepPlan) -> None:
-        self._plan, self._plan_at_ms = plan, self._clock.now_ms()
+        if self._plan.offer(plan, self._clock.now_ms()) and self._link is not None:
+            self._link.send(plan)
 
     def describe(self) -> dict[str, Any]:
         tokens = self._client.num_kv_blocks * self.config.engine.kv_block_size
@@ -203,7 +213,7 @@ class VllmEngine:
         try:
             self._wait_for(self._end(), CLOSE_TIMEOUT_S)
         finally:
-            self._stop_loop()
+            self._leave()
 
     def _check_room(self, request: Request) -> None:
         """What vLLM would find out later, or call by other names."""
@@ -232,18 +242,19 @@ class VllmEngine:
             self._num_finished += 1
         return True
 
-    def _plan_age_ms(self) -> float | None:
-        if self._plan is None:
-            return None
-        age_ms = self._clock.now_ms() - self._plan_at_ms
-        return age_ms if age_ms <= self._plan.ttl_ms else None
+    def _newest_core_report(self) -> CoreReport | None:
+        if self._link is not None and (report := self._link.newest_report()) is not None:
+            self._core_report = report
+        return self._core_report
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(timeout_s)
 
-    def _stop_loop(self) -> None:
+    def _leave(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
+        if self._link is not None:
+            self._link.close()
 
     # -- the event loop's thread ---------------------------------------------------------------------
 

@@ -67,9 +67,11 @@ def test_every_shipped_configuration_is_sound(path: Path) -> None:
 
 def test_what_the_catalogue_starts_from_is_sound() -> None:
     assert problems(QWEN) == problems(FLASH) == []
+    assert problems(changed(QWEN, {"scheduler": CAP})) == []  # vLLM's own budgets keep to it
 
 
 EIGHT = "vllm.tensor_parallel_size"
+CAP = {"policy": "shared_cap", "cap_draft_tokens_per_s": 100}
 CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     "drafter of another model": (
         QWEN,
@@ -203,11 +205,23 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "does not run model_type 'deepseek_v4'",
         "engine.kind to vllm",
     ),
-    "a cap that vLLM does not keep": (
+    "a cap without a budget": (
         QWEN,
-        {"scheduler": {"policy": "shared_cap", "cap_draft_tokens_per_s": 100}},
-        "vLLM chooses its own",
-        "local",
+        {"scheduler": CAP, "speculation.mode": "fixed"},
+        "shared_cap limits budgets, and vLLM chooses none",
+        "speculation.mode to adaptive",
+    ),
+    "weights that vLLM does not rank by": (
+        QWEN,
+        {"scheduler": {"policy": "weighted"}},
+        "by survival alone",
+        "engine.kind to native",
+    ),
+    "a share for several cores": (
+        QWEN,
+        {"scheduler": CAP, "vllm.data_parallel_size": 2},
+        "each of 2 cores would take the replica's whole share",
+        "raise serving.num_replicas",
     ),
     "weights that vLLM does not quantise so": (
         QWEN,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dspark_ray.core.clock import ManualClock
@@ -14,6 +15,8 @@ from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError,
 from dspark_ray.core.types import FinishReason, Request, RequestOutput, RequestUsage, SamplingParams, StepPlan
 from dspark_ray.vllm_engine.counters import VllmCounters
 from dspark_ray.vllm_engine.engine import VllmEngine
+from dspark_ray.vllm_engine.link import CoreReport
+from tests.unit.vllm_engine.test_counters import scheduler
 
 CONFIG = parse_app_config(
     {
@@ -79,16 +82,35 @@ def output(*token_ids: int, finish: str | None = None, cached: int = 0, drafts: 
     return SimpleNamespace(outputs=[completion], num_cached_tokens=cached)
 
 
-class Bench:
+class FakeLink:
+    """To vLLM's scheduler; tests put reports into it."""
+
     def __init__(self) -> None:
+        self.sent: list[StepPlan] = []
+        self.reports: list[CoreReport] = []
+        self.is_closed = False
+
+    def send(self, plan: StepPlan) -> None:
+        self.sent.append(plan)
+
+    def newest_report(self) -> CoreReport | None:
+        return self.reports.pop() if self.reports else None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Bench:
+    def __init__(self, link: Any = None) -> None:
         self.clock = ManualClock()
         self.client: FakeClient | None = None
 
         async def connect(counters: VllmCounters) -> FakeClient:
             self.client = FakeClient()
+            self.counters = counters
             return self.client
 
-        self.engine = VllmEngine(CONFIG, connect, {"target": "a fake"}, clock=self.clock)
+        self.engine = VllmEngine(CONFIG, connect, {"target": "a fake"}, clock=self.clock, link=link)
         assert self.client is not None
         self.fake: FakeClient = self.client
 
@@ -229,3 +251,25 @@ def test_plans_age(bench: Bench) -> None:
     report = bench.engine.make_report("r", 1, 2, include_table=True)
     assert report.survival.shape == (0, 3)
     assert (report.table, report.table_digest) == (None, "")
+
+
+def test_plans_go_to_vllm_and_what_it_tells_comes_back() -> None:
+    link = FakeLink()
+    bench = Bench(link)
+    plans = [StepPlan("r", 1, number, "shared_cap", 50.0) for number in (2, 1, 3)]
+    for plan in plans:
+        bench.engine.apply_plan(plan)
+    assert link.sent == [plans[0], plans[2]]  # the older one is not passed on
+    assert bench.engine.make_report("r", 1, 1, include_table=True).table_digest == ""
+    survival = np.array([[0.9, 0.8, 0.1]], dtype=np.float32)
+    link.reports.append(CoreReport(survival, 4, {"a": "table"}, "digest"))
+    bench.counters.record(scheduler(running=1), None, 0)
+    report = bench.engine.make_report("r", 1, 2, include_table=True)
+    assert (report.survival.tolist(), report.base_rows) == (survival.tolist(), 4)
+    assert (report.table_digest, report.table) == ("digest", {"a": "table"})
+    assert bench.engine.make_report("r", 1, 3, include_table=False).table is None
+    bench.counters.record(scheduler(running=0), None, 0)
+    idle = bench.engine.make_report("r", 1, 4, include_table=False)
+    assert (idle.survival.shape, idle.table_digest) == ((0, 3), "digest")  # it has the table still
+    bench.engine.close()
+    assert link.is_closed
