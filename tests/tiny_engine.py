@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dspark_kernels.linear import PackedLinear
 
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
@@ -21,7 +22,7 @@ from dspark_ray.models.drafters.base import Drafter, DrafterContext
 from dspark_ray.models.drafters.checkpoint import save_checkpoint
 from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
 from dspark_ray.models.targets.config import DecoderConfig
-from dspark_ray.models.targets.decoder import Decoder
+from dspark_ray.models.targets.decoder import Decoder, Linear
 from dspark_ray.models.weights import WeightSource
 from dspark_ray.scheduling.step_table import StepTable
 
@@ -59,7 +60,12 @@ def decoder_config(vocab_size: int) -> DecoderConfig:
 
 
 def tiny_decoder(
-    vocab_size: int, *, seed: int = 0, sharpness: float = 1.0, dtype: torch.dtype = torch.float32
+    vocab_size: int,
+    *,
+    seed: int = 0,
+    sharpness: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    linear: Linear = PackedLinear,
 ) -> Decoder:
     """A random target; `sharpness` scales its logits."""
     generator = torch.Generator().manual_seed(seed)
@@ -86,7 +92,7 @@ def tiny_decoder(
             f"{prefix}.mlp.up_proj.weight": random(INNER, HIDDEN),
             f"{prefix}.mlp.down_proj.weight": random(HIDDEN, INNER),
         }
-    return Decoder(decoder_config(vocab_size), WeightSource(tensors), dtype, 256)
+    return Decoder(decoder_config(vocab_size), WeightSource(tensors), dtype, 256, linear)
 
 
 def tiny_drafter_dir(

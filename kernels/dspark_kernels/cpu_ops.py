@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_kernels import huge_pages, torch_ops
+from dspark_kernels.compiled import MatrixFields, PackedMatrix, StackFields
 
 if TYPE_CHECKING:
     from dspark_kernels.attention import PagedBatch
@@ -48,8 +49,10 @@ class CpuOps:
         library.dspark_has_linear.restype = _INT
         self.has_linear = bool(library.dspark_has_linear())
         self._pack = _bind(library, "dspark_pack_linear", _POINTER, _LONG, _LONG, _POINTER)
-        self._linear = _bind(library, "dspark_linear", *[_POINTER] * 4, *[_LONG] * 3, _INT)
-        self._linear_int8 = _bind(library, "dspark_linear_int8", *[_POINTER] * 5, *[_LONG] * 3, _INT)
+        self._linear = _bind(
+            library, "dspark_linear", ctypes.POINTER(MatrixFields), _POINTER, _POINTER, _LONG, _INT
+        )
+        self._stack = _bind(library, "dspark_stack", ctypes.POINTER(StackFields), _INT)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
@@ -253,19 +256,17 @@ class CpuOps:
             torch.get_num_threads(),
         )
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """weight [out, in] bf16, `in` even → its panels, and the bias in fp32, for `linear`."""
+    def pack(self, weight: Tensor, bias: Tensor | None) -> PackedMatrix:
+        """weight [out, in] bf16, `in` even → its panels, for `multiply`."""
         assert self.has_linear
         out_features, in_features = weight.shape
         panels = huge_pages.empty((_padded(out_features), in_features), weight.dtype)
         weight = weight.contiguous()
         self._pack(weight.data_ptr(), out_features, in_features, panels.data_ptr())
-        return panels, _padded_bias(out_features, bias)
+        return PackedMatrix(panels, None, _padded_bias(out_features, bias), out_features)
 
-    def pack_linear_int8(
-        self, quantized: Tensor, scales: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """quantized [out, in] int8, `in` even, scales [out] fp32 → panels, their scales, the bias in fp32."""
+    def pack_int8(self, quantized: Tensor, scales: Tensor, bias: Tensor | None) -> PackedMatrix:
+        """quantized [out, in] int8, `in` even, scales [out] fp32 → panels of the bf16 weights q · scale."""
         assert self.has_linear
         out_features, in_features = quantized.shape
         padded = _padded(out_features)
@@ -276,36 +277,22 @@ class CpuOps:
         panels.view(pairs.shape).copy_(pairs)
         padded_scales = torch.zeros(padded)
         padded_scales[:out_features] = scales
-        return panels, padded_scales.repeat_interleave(2), _padded_bias(out_features, bias)
-
-    def linear(self, x: Tensor, panels: Tensor, bias: Tensor, out_features: int) -> Tensor:
-        """x [N, in] bf16 → [N, out]."""
-        return self._multiply(self._linear, x, (panels, bias), out_features)
-
-    def linear_int8(
-        self, x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor, out_features: int
-    ) -> Tensor:
-        """x [N, in] bf16 → [N, out], as `linear` with the bf16 weights q · scale."""
-        return self._multiply(self._linear_int8, x, (panels, scales, bias), out_features)
-
-    def _multiply(
-        self, function: "ctypes._NamedFuncPointer", x: Tensor, packed: tuple[Tensor, ...], out_features: int
-    ) -> Tensor:
-        x = x.contiguous()
-        rows, in_features = x.shape
-        assert x.dtype == torch.bfloat16
-        assert in_features == packed[0].shape[1]
-        out = x.new_empty((rows, out_features))
-        function(
-            x.data_ptr(),
-            *[tensor.data_ptr() for tensor in packed],
-            out.data_ptr(),
-            rows,
-            in_features,
-            out_features,
-            torch.get_num_threads(),
+        return PackedMatrix(
+            panels, padded_scales.repeat_interleave(2), _padded_bias(out_features, bias), out_features
         )
+
+    def multiply(self, x: Tensor, matrix: PackedMatrix) -> Tensor:
+        """x [N, in] bf16 → [N, out]."""
+        x = x.contiguous()
+        assert x.dtype == torch.bfloat16
+        assert x.shape[1] == matrix.in_features
+        out = x.new_empty((len(x), matrix.out_features))
+        self._linear(matrix.fields, x.data_ptr(), out.data_ptr(), len(x), torch.get_num_threads())
         return out
+
+    def run_stack(self, fields: StackFields) -> None:
+        """stack.py says what it does."""
+        self._stack(fields, torch.get_num_threads())
 
     def paged_attention(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBatch", scale: float

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark_kernels.compiled import PackedMatrix
 from dspark_kernels.cpu_ops import CpuOps
 from dspark_kernels.dispatch import cpu_version
 
@@ -24,7 +25,8 @@ class PackedLinear:
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._multiply = _compiled(weight, bias) or _onednn(weight, bias) or _plain(weight, bias)
+        self.packed = _packed(weight, bias)  # None: not by the compiled version
+        self._multiply = _compiled(self.packed) or _onednn(weight, bias) or _plain(weight, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] → [N, out]."""
@@ -42,8 +44,8 @@ class Int8Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         quantized, scales = quantize_int8(weight)
-        compiled = _compiled_int8(quantized, scales, bias) if weight.dtype == torch.bfloat16 else None
-        self._multiply = compiled or PackedLinear(
+        self.packed = _packed_int8(quantized, scales, bias) if weight.dtype == torch.bfloat16 else None
+        self._multiply = _compiled(self.packed) or PackedLinear(
             (quantized.float() * scales.unsqueeze(1)).to(weight.dtype), bias
         )
 
@@ -60,22 +62,23 @@ def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return steps.round().to(torch.int8), scales
 
 
-def _compiled_int8(quantized: Tensor, scales: Tensor, bias: Tensor | None) -> Multiply | None:
-    ops, out_features = cpu_version(), quantized.shape[0]
-    if not quantized.is_cpu or quantized.shape[1] % 2 or not isinstance(ops, CpuOps) or not ops.has_linear:
-        return None
-    packed = ops.pack_linear_int8(quantized, scales, bias)
-    return lambda x: ops.linear_int8(x, *packed, out_features)
+def _compiled(matrix: PackedMatrix | None) -> Multiply | None:
+    ops = cpu_version()
+    return None if matrix is None or not isinstance(ops, CpuOps) else lambda x: ops.multiply(x, matrix)
 
 
-def _compiled(weight: Tensor, bias: Tensor | None) -> Multiply | None:
+def _packed(weight: Tensor, bias: Tensor | None) -> PackedMatrix | None:
+    ops = cpu_version()
     if not weight.is_cpu or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
         return None
-    ops, out_features = cpu_version(), weight.shape[0]
-    if not isinstance(ops, CpuOps) or not ops.has_linear:
+    return ops.pack(weight, bias) if isinstance(ops, CpuOps) and ops.has_linear else None
+
+
+def _packed_int8(quantized: Tensor, scales: Tensor, bias: Tensor | None) -> PackedMatrix | None:
+    ops = cpu_version()
+    if not quantized.is_cpu or quantized.shape[1] % 2 or not isinstance(ops, CpuOps) or not ops.has_linear:
         return None
-    panels, bias32 = ops.pack_linear(weight, bias)
-    return lambda x: ops.linear(x, panels, bias32, out_features)
+    return ops.pack_int8(quantized, scales, bias)
 
 
 def _onednn(weight: Tensor, bias: Tensor | None) -> Multiply | None:

@@ -312,8 +312,8 @@ def test_each_layout_of_a_linear_equals_the_plain_one(cpu):
 def cpu_linear(cpu, weight, offset):
     if not cpu.has_linear:
         pytest.skip("this CPU has no compiled linear")
-    panels, bias = cpu.pack_linear(weight, offset)
-    return lambda x: cpu.linear(x, panels, bias, weight.shape[0])
+    matrix = cpu.pack(weight, offset)
+    return lambda x: cpu.multiply(x, matrix)
 
 
 def test_a_row_of_a_linear_has_the_same_bits_in_any_batch(cpu):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from dspark_kernels.attention import block_attention
+from dspark_kernels.attention import PagedBatch, block_attention
 from dspark_kernels.choose import argmax, markov_chain
 from dspark_kernels.linear import PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import k_rope_store, qkv_rope
+from dspark_kernels.stack import compiled_stack
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError
@@ -60,6 +61,14 @@ class Backbone:
         self.fc = PackedLinear(weights["fc.weight"], None)
         self.context_norm = weights["hidden_norm.weight"]
         self.norm = weights["norm.weight"]
+        self._stack = compiled_stack(
+            self.layers,
+            self.norm,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
         self.context_kv = context_kv_weight(weights, len(self.layers))
         self.kv_width = 2 * config.num_key_value_heads * config.head_dim
         self.kv = KVStorage(
@@ -92,7 +101,7 @@ class Backbone:
 
     def forward(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor:
         """Hidden states [R, num_tokens, H] of the slots that predict, in blocks [anchor, mask, mask, …]."""
-        config, eps = self.config, self.config.rms_norm_eps
+        config = self.config
         size = config.num_slots(num_tokens)
         ids = torch.full((len(requests), size), config.mask_token_id)
         ids[:, 0] = torch.tensor([r.token_ids[-1] for r in requests])
@@ -100,13 +109,21 @@ class Backbone:
         positions = torch.tensor(anchors).unsqueeze(1) + torch.arange(size)
         cos, sin = self.rope.at(positions.view(-1))
         batch = self.pages.batch(requests, anchors, size)  # the keys before the anchor
-        residual = self.target.embedding[ids.view(-1)]
+        embedded = self.target.embedding[ids.view(-1)]
+        if self._stack is not None:
+            hidden, _ = self._stack(embedded, (cos, sin), self.kv.k, self.kv.v, batch, slots=None)
+        else:
+            hidden = self._layer_by_layer(embedded, (cos, sin), batch)
+        return hidden.view(len(requests), size, -1)[:, size - num_tokens :]
+
+    def _layer_by_layer(self, embedded: Tensor, cos_sin: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
+        """What `LayerStack` does in one call: the final norm's output [N, H]."""
+        config, eps, residual = self.config, self.config.rms_norm_eps, embedded
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             q, k, v = qkv_rope(
                 layer.qkv(normed),
-                cos,
-                sin,
+                *cos_sin,
                 config.num_attention_heads,
                 config.num_key_value_heads,
                 layer.q_norm,
@@ -118,7 +135,7 @@ class Backbone:
             last = index + 1 == len(self.layers)
             next_norm = self.norm if last else self.layers[index + 1].input_norm
             normed, residual = add_rms_norm(layer.mlp(normed), residual, next_norm, eps)
-        return normed.view(len(requests), size, -1)[:, size - num_tokens :]
+        return normed
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dspark_kernels.attention import PagedBatch, paged_attention
 from dspark_kernels.linear import Int8Linear, PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import qkv_rope_store
+from dspark_kernels.stack import compiled_stack
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
@@ -129,6 +130,14 @@ class Decoder:
             for index in range(config.num_layers)
         ]
         self.norm = source.take("model.norm.weight", (hidden,)).to(dtype)
+        self._stack = compiled_stack(
+            self.layers,
+            self.norm,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
         stored_head = source.take_optional("lm_head.weight", (vocab, hidden))
         if stored_head is None and not config.tie_word_embeddings:
             raise CheckpointError(
@@ -155,10 +164,27 @@ class Decoder:
         taps: tuple[int, ...] = (),
     ) -> DecoderOutput:
         """One pass over a flat ragged batch. The outputs of `taps` (0-based; -1: the embedding) are kept."""
-        eps = self.config.rms_norm_eps
         cos_sin = self.rope.at(positions)
-        residual = self.embedding[token_ids]
-        kept: list[Tensor] = [residual] if -1 in taps else []
+        embedded = self.embedding[token_ids]
+        inner_taps = tuple(sorted(tap for tap in taps if tap >= 0))
+        if self._stack is not None:
+            hidden, kept = self._stack(embedded, cos_sin, kv.k, kv.v, batch, slots=slots, taps=inner_taps)
+        else:
+            hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps)
+        return DecoderOutput(hidden, torch.cat([embedded, kept], dim=1) if -1 in taps else kept)
+
+    def _layer_by_layer(
+        self,
+        embedded: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        kv: KVStorage,
+        slots: Tensor,
+        batch: PagedBatch,
+        taps: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """What `LayerStack` does in one call: the final norm's output [N, H], and those of `taps`."""
+        eps, residual = self.config.rms_norm_eps, embedded
+        kept: list[Tensor] = []
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
             attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch)
@@ -168,7 +194,7 @@ class Decoder:
             normed, residual = add_rms_norm(layer.mlp(normed), residual, next_norm, eps)
             if index in taps:
                 kept.append(residual)
-        return DecoderOutput(normed, torch.cat(kept, dim=1) if kept else residual[:, :0])
+        return normed, torch.cat(kept, dim=1) if kept else residual[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[M, H] after the final norm → logits [M, V] in the model's dtype."""

@@ -12,9 +12,8 @@
 #include <cstdint>
 #include <vector>
 
-#include <omp.h>
-
 #include "attention_tile.h"
+#include "team.h"
 
 namespace attention {
 
@@ -253,56 +252,73 @@ static void make_tasks(const Args& a, std::vector<Task>* tasks) {
   }
 }
 
-static void make_units(std::vector<Task>* tasks, bool split, std::vector<Unit>* units) {
-  units->clear();
-  for (size_t i = 0; i < tasks->size(); i++) {
-    Task& task = (*tasks)[i];
-    task.first_unit = int64_t(units->size());
-    int64_t segments = num_segments(task), step = split ? 1 : segments;
-    for (int64_t s = 0; s < segments; s += step) units->push_back({int64_t(i), s, s + step});
+// What all layers of a step share: who attends to what, cut into units for the threads. `split`: long requests go to the
+// threads a segment at a time, and their results wait in `partials`.
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<Unit> units;
+  int64_t max_rows = 0, words = 0, work = 0;  // work: multiply-adds
+  bool split = false;
+  Buffer partials;
+};
+
+static void make_units(Plan* plan) {
+  plan->units.clear();
+  for (size_t i = 0; i < plan->tasks.size(); i++) {
+    Task& task = plan->tasks[i];
+    task.first_unit = int64_t(plan->units.size());
+    int64_t segments = num_segments(task), step = plan->split ? 1 : segments;
+    for (int64_t s = 0; s < segments; s += step) plan->units.push_back({int64_t(i), s, s + step});
+  }
+}
+
+static void make_plan(const Args& a, int threads, Plan* plan) {
+  make_tasks(a, &plan->tasks);
+  plan->max_rows = plan->work = 0;
+  for (const Task& task : plan->tasks) {
+    plan->max_rows = std::max(plan->max_rows, task.num_rows * a.heads);
+    plan->work += task.num_rows * a.heads * task.num_keys * a.dim;
+  }
+  plan->split = threads > 1 && int64_t(plan->tasks.size()) < 4 * threads;
+  plan->words = Partial::words(plan->max_rows, a.dim);
+  make_units(plan);
+  if (plan->split) plan->partials.reserve(plan->words * int64_t(plan->units.size()));
+}
+
+// By a team. `next_unit` is shared, 0 at the start and of no use afterwards.
+template <class T>
+void attend(const Args& a, Plan& plan, std::atomic<int64_t>& next_unit) {
+  const int64_t num_tasks = int64_t(plan.tasks.size()), num_units = int64_t(plan.units.size());
+  Worker<T> worker(a, plan.tasks, plan.max_rows);
+  if (plan.split) {
+    float* kept = plan.partials.reserve(0);
+    for (int64_t i; (i = next_unit++) < num_units;) worker.do_segment(plan.units[i], kept + i * plan.words);
+#pragma omp barrier
+#pragma omp for schedule(static, 1)
+    for (int64_t i = 0; i < num_tasks; i++) {
+      const Task& task = plan.tasks[i];
+      worker.finish_task(task, num_segments(task), kept + task.first_unit * plan.words, plan.words);
+    }
+  } else {
+    for (int64_t i = next_unit++, then; i < num_units; i = then) {
+      then = next_unit++;  // claimed early, so that its first tile can be fetched meanwhile
+      worker.do_task(plan.units[i], then < num_units ? &plan.units[then] : nullptr);
+    }
+#pragma omp barrier
   }
 }
 
 template <class T>
 void run(const Args& a, int threads) {
-  static thread_local std::vector<Task> tasks;
-  static thread_local std::vector<Unit> units;
-  static thread_local Buffer partials;
-  make_tasks(a, &tasks);
-  int64_t max_rows = 0, work = 0;
-  for (const Task& task : tasks) {
-    max_rows = std::max(max_rows, task.num_rows * a.heads);
-    work += task.num_rows * a.heads * task.num_keys * a.dim;
+  static thread_local Plan kept_plan;
+  Plan& plan = kept_plan;  // inside the region the name of a thread_local variable means each thread's own
+  make_plan(a, threads, &plan);
+  if (plan.work < SERIAL_WORK) {
+    threads = 1;
+    make_plan(a, threads, &plan);
   }
-  if (work < SERIAL_WORK) threads = 1;
-  bool split = threads > 1 && int64_t(tasks.size()) < 4 * threads;
-  make_units(&tasks, split, &units);
-  int64_t words = Partial::words(max_rows, a.dim);
-  float* kept = split ? partials.reserve(words * int64_t(units.size())) : nullptr;
-
-  // Plain references: inside the region the names of thread_local variables mean each thread's own.
-  std::vector<Task>& all_tasks = tasks;
-  std::vector<Unit>& all_units = units;
-  const int64_t num_tasks = int64_t(tasks.size()), num_units = int64_t(units.size());
   std::atomic<int64_t> next_unit{0};
-#pragma omp parallel num_threads(threads)
-  {
-    Worker<T> worker(a, all_tasks, max_rows);
-    if (split) {
-      for (int64_t i; (i = next_unit++) < num_units;) worker.do_segment(all_units[i], kept + i * words);
-#pragma omp barrier
-#pragma omp for schedule(static, 1)
-      for (int64_t i = 0; i < num_tasks; i++) {
-        const Task& task = all_tasks[i];
-        worker.finish_task(task, num_segments(task), kept + task.first_unit * words, words);
-      }
-    } else {
-      for (int64_t i = next_unit++, then; i < num_units; i = then) {
-        then = next_unit++;  // claimed early, so that its first tile can be fetched meanwhile
-        worker.do_task(all_units[i], then < num_units ? &all_units[then] : nullptr);
-      }
-    }
-  }
+  on_team(threads, [&] { attend<T>(a, plan, next_unit); });
 }
 
 }  // namespace attention

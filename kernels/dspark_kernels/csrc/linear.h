@@ -1,5 +1,5 @@
-// x · weightᵀ in bf16 for CPUs with AVX-512 BF16 (linear_amx.h: with AMX). With a few rows the time is that of reading the weights once, so they are
-// laid out in the order they are read.
+// x · weightᵀ in bf16 for CPUs with AVX-512 BF16 (linear_amx.h: with AMX). With a few rows the time is that of reading the
+// weights once, so they are laid out in the order they are read.
 //
 // A panel is 32 outputs: [in / 2][32] pairs of consecutive inputs. Each output sums its inputs in the same order whatever
 // the number of rows, so a row's result does not depend on the batch.
@@ -9,15 +9,12 @@
 #include <cstdint>
 #include <cstring>
 
-#include <omp.h>
-
 #include "panels.h"
 #include "vec.h"
 
 namespace linear {
 
 constexpr int ROWS = 12;       // rows in registers at once, two vectors each
-constexpr int64_t SERIAL_PAIRS = 1 << 15;  // weight pairs below which a parallel region costs more than it saves
 
 // weight [out, in] → panels; outputs past the last are zeros. `in` is even.
 static void pack(const bf16* weight, int64_t out, int64_t in, uint32_t* panels) {
@@ -67,14 +64,12 @@ constexpr MultiplyFunction MULTIPLY_ROWS[ROWS] = {
     multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,  multiply_rows<5>,  multiply_rows<6>,
     multiply_rows<7>, multiply_rows<8>, multiply_rows<9>, multiply_rows<10>, multiply_rows<11>, multiply_rows<12>};
 
-// x [rows, in], panels of either kind, bias [out rounded up to PANEL] fp32 → result [rows, out].
+// By a team: x [rows, in], panels of either kind, bias [out rounded up to PANEL] fp32 → result [rows, out].
 template <class Panels>
 void multiply(const bf16* x, const Panels& panels, const float* bias, bf16* result, int64_t rows, int64_t in,
-              int64_t out, int threads) {
-  const int64_t num_panels = (out + PANEL - 1) / PANEL, words = in / 2 * PANEL;
-  const int64_t groups = (rows + ROWS - 1) / ROWS;
-  if (num_panels * words < SERIAL_PAIRS) threads = 1;
-#pragma omp parallel for num_threads(threads) schedule(static)
+              int64_t out) {
+  const int64_t num_panels = (out + PANEL - 1) / PANEL, groups = (rows + ROWS - 1) / ROWS;
+#pragma omp for schedule(static)
   for (int64_t p = 0; p < num_panels; p++) {
     const uint32_t* panel = panels.at(p);
     for (int64_t g = 0; g < groups; g++) {

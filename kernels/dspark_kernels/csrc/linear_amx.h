@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include <omp.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -26,7 +25,6 @@ constexpr int TILE_ROWS = 16;
 constexpr int64_t TILE_INPUTS = 32;        // bf16 values in a tile's row of x
 constexpr int64_t GROUP = 2 * TILE_ROWS;   // rows that share a pass over a panel
 constexpr int64_t STEP_BYTES = TILE_INPUTS * PANEL * 2;  // of a panel that one step consumes
-constexpr int64_t SERIAL_BYTES = 1 << 17;  // weights below which a parallel region costs more than it saves
 constexpr int64_t FETCH_AHEAD = 4 * STEP_BYTES;
 
 // Linux hands out the tile registers on request, once a process.
@@ -99,34 +97,30 @@ void multiply_group(const char* panel, const bf16* x, const float* bias, int64_t
   }
 }
 
-// As linear::multiply; `in` is a multiple of TILE_INPUTS.
+// As linear::multiply, by a team; `in` is a multiple of TILE_INPUTS.
 template <class Panels>
 void multiply(const bf16* x, const Panels& panels, const float* bias, bf16* result, int64_t rows, int64_t in,
-              int64_t out, int threads) {
+              int64_t out) {
   constexpr bool FETCH = Panels::FROM_MEMORY;
   const int64_t num_panels = (out + PANEL - 1) / PANEL;
-  if (num_panels * in * PANEL * 2 < SERIAL_BYTES) threads = 1;
-#pragma omp parallel num_threads(threads)
-  {
-    int64_t configured = 0;
+  int64_t configured = 0;
 #pragma omp for schedule(static)
-    for (int64_t p = 0; p < num_panels; p++) {
-      const char* panel = reinterpret_cast<const char*>(panels.at(p));
-      const int64_t columns = std::min(PANEL, out - p * PANEL);
-      for (int64_t row = 0; row < rows; row += GROUP) {
-        const int64_t count = std::min(GROUP, rows - row);
-        if (count != configured) {
-          const TileConfig config(count);
-          _tile_loadconfig(&config);
-          configured = count;
-        }
-        auto run = count <= TILE_ROWS ? multiply_group<false, FETCH> : multiply_group<true, FETCH>;
-        if (row > 0) run = count <= TILE_ROWS ? multiply_group<false, false> : multiply_group<true, false>;
-        run(panel, x + row * in, bias + p * PANEL, in, result + row * out + p * PANEL, out, count, columns);
+  for (int64_t p = 0; p < num_panels; p++) {
+    const char* panel = reinterpret_cast<const char*>(panels.at(p));
+    const int64_t columns = std::min(PANEL, out - p * PANEL);
+    for (int64_t row = 0; row < rows; row += GROUP) {
+      const int64_t count = std::min(GROUP, rows - row);
+      if (count != configured) {
+        const TileConfig config(count);
+        _tile_loadconfig(&config);
+        configured = count;
       }
+      auto run = count <= TILE_ROWS ? multiply_group<false, FETCH> : multiply_group<true, FETCH>;
+      if (row > 0) run = count <= TILE_ROWS ? multiply_group<false, false> : multiply_group<true, false>;
+      run(panel, x + row * in, bias + p * PANEL, in, result + row * out + p * PANEL, out, count, columns);
     }
-    if (configured) _tile_release();
   }
+  if (configured) _tile_release();
 }
 
 }  // namespace amx
