@@ -298,6 +298,8 @@ class LocalServer:
             self._streams[output.request_id].put_nowait(output)
         if output.finish_reason is not None and output.request_id in self._ends:
             self.engine.abort(output.request_id)
+            if self._ends[output.request_id].done():
+                return  # its client left in this very step
             self._ends[output.request_id].set_result(replace(output, token_ids=()))
 
     def _die(self) -> None:

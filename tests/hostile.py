@@ -1,10 +1,12 @@
 """Malformed and hostile requests, made from a seed, and a runner that checks what they may not do.
 
-    python -m tests.hostile --requests 10000
+    python -m tests.hostile --requests 10000 [--seed 0] [--output benchmarks/results/hostile.json]
+    python -m tests.hostile --url http://localhost:8000 --model smollm2-135m-instruct --requests 1000
 
-runs them against the whole HTTP application in this process, around a real engine with a tiny random model
-and the real process that compiles grammars. No answer may be a 5xx (save 503 of a full queue), take longer
-than the limit, or lack OpenAI's error body; afterwards no KV block may be in use and no request be left.
+The first runs them against the whole HTTP application in this process, around a real engine with a tiny
+random model and the real process that compiles grammars; the second against a running server. No answer may
+be a 5xx (save 503 of a full queue), take longer than the limit, or lack OpenAI's error body; afterwards no
+KV block may be in use and no request be left.
 """
 
 import argparse
@@ -12,19 +14,21 @@ import asyncio
 import collections
 import json
 import random
+import resource
 import string
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
 from dspark_ray.engine.grammar import Grammars
 from dspark_ray.models.tokenizer import Tokenizer
+from dspark_ray.profiling.machine import machine_facts
 from dspark_ray.serving.grammar_compiler import GrammarCompiler
 from tests.local_app import CompileGrammar, LocalApp
 from tests.tiny import TOKENIZER_VOCAB_SIZE, tiny_chat_model_dir
@@ -32,6 +36,7 @@ from tests.tiny_engine import tiny_engine
 
 LIMIT_S = 60.0  # for one answer, on a machine that does other things as well
 CONCURRENCY = 8
+SETTLE_TRIES, SETTLE_S = 200, 0.05  # after the last request, for what clients that left have started
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ROUTES = (CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize")
@@ -113,17 +118,26 @@ class Hostile:
 def hostile_requests(count: int, seed: int = 0, *, huge: bool = False) -> Iterator[Hostile]:
     """The same for the same seed; `huge`: bodies of 100 MB are among them."""
     rng = random.Random(seed)
-    makers = [_mutated] * 8 + [_broken] * 3 + [_constrained] * 2 + [_tools, _odd_http, _plain, _deep]
+    makers = [_mutated] * 8 + [_broken] * 3 + [_constrained] * 2
+    makers += [_tools, _odd_http, _plain, _deep, _conversation, _extreme, _extreme, _half]
     for index in range(count):
         if huge and index % 500 == 250:
-            yield Hostile("100 MB", rng.choice(ROUTES), _endless)
+            yield _huge(rng)
             continue
         yield rng.choice(makers)(rng)
 
 
 async def _endless() -> AsyncIterator[bytes]:
+    """100 MB, of which nobody says beforehand how much it will be."""
     for _ in range(100):
         yield b'{"x": "' + b"a" * (1 << 20)
+
+
+def _huge(rng: random.Random) -> Hostile:
+    """100 MB: announced honestly, announced as little, or not at all."""
+    length = rng.choice((None, b"104857600", b"10"))
+    headers = {} if length is None else {b"content-length": length}
+    return Hostile("100 MB", rng.choice(ROUTES), _endless, headers=headers)
 
 
 def _valid(rng: random.Random, path: str) -> dict[str, Any]:
@@ -255,9 +269,39 @@ def _tools(rng: random.Random) -> Hostile:
     return Hostile("tools", CHAT, _encoded(body))
 
 
+def _conversation(rng: random.Random) -> Hostile:
+    """Messages that try to be templates, other roles, or the end of their turn."""
+    roles = ("system", "developer", "user", "assistant", "tool", "admin", "")
+    messages = [
+        {"role": rng.choice(roles), "content": rng.choice((rng.choice(TEXTS), [_part(rng)]))}
+        | rng.choice(({}, {"name": rng.choice(TEXTS)}, {"reasoning_content": rng.choice(TEXTS)}))
+        for _ in range(rng.choice((1, 2, 5, 300)))
+    ]
+    names = ("enable_thinking", "messages", "tools", "bos_token", "chat_template", "raise_exception", "x")
+    variables = {rng.choice(names): _value(rng) for _ in range(rng.randint(0, 2))}
+    path = rng.choice((CHAT, "/tokenize"))
+    body = _valid(rng, path) | {"messages": messages, "chat_template_kwargs": variables}
+    body.pop("prompt", None)
+    return Hostile("conversation", path, _encoded(body))
+
+
+def _part(rng: random.Random) -> Any:
+    kind = rng.choice(("text", "input_text", "image_url", "input_audio", "refusal", ""))
+    return rng.choice(({"type": kind, "text": rng.choice(TEXTS)}, {"type": kind}, None, "x"))
+
+
 def _odd_http(rng: random.Random) -> Hostile:
     path = rng.choice(
-        (*ROUTES, "/", "/v1/models/" + "x" * 5000, "/v1/../v1/models", "/%00", "/health", "/v1/é")
+        (
+            *ROUTES,
+            "/",
+            "/v1/models/" + "x" * 5000,
+            "/v1/../v1/models",
+            "/%00",
+            "/health",
+            "/v1/%C3%A9",
+            "/v1/%FF",
+        )
     )
     name = rng.choice((b"x-request-id", b"content-type", b"content-length", b"accept"))
     value = rng.choice((b"", b"x" * 1000, b"\xff\xfe", b"-1", b"99999999999999999999", b"text/html", b"a b"))
@@ -275,6 +319,54 @@ def _plain(rng: random.Random) -> Hostile:
     return Hostile("plain", path, _encoded(body), leave_after_s=leave_after_s)
 
 
+def _half(rng: random.Random) -> Hostile:
+    """The client goes away in the middle of its request."""
+    path = rng.choice(ROUTES)
+    body = _encoded(_valid(rng, path))
+    cut = rng.randrange(len(body))
+
+    async def half() -> AsyncIterator[bytes]:
+        yield body[:cut]
+        await asyncio.Event().wait()
+
+    return Hostile("half", path, half, leave_after_s=0.02)
+
+
+def _extreme(rng: random.Random) -> Hostile:
+    """Every value is allowed, at the edge of its range."""
+    path = rng.choice((CHAT, COMPLETIONS))
+    fields: dict[str, tuple[Any, ...]] = {
+        "temperature": (0, 2, 5e-324, 1e-9),
+        "top_p": (5e-324, 1e-9, 1),
+        "top_k": (-1, 0, 1, 2**31 - 1),
+        "min_p": (0, 1),
+        "seed": (-(2**63), 2**63 - 1, 0),
+        "n": (1, 2, 128),
+        "presence_penalty": (-2, 2),
+        "frequency_penalty": (-2, 2),
+        "repetition_penalty": (0.01, 100),
+        "logit_bias": ({str(i): 100 for i in range(259)}, {str(i): -100 for i in range(259)}, {"2": 100}),
+        "bad_words": ([chr(i) for i in range(32, 127)], ["\x00"], [" "], ["a" * 128] * 128),
+        "allowed_token_ids": ([0], list(range(259)), [2], [100, 100]),
+        "min_tokens": (0, 1, 3),
+        "ignore_eos": (True, False),
+        "stop": (["a" * 256] * 16, "\x00", ["\ud7ff"], [" ", "e"]),
+        "stop_token_ids": (list(range(259)), [0] * 1024, []),
+        "include_stop_str_in_output": (True,),
+        "skip_special_tokens": (True, False),
+        "speculation": ({"enabled": False}, {"max_tokens": 0}, {"max_tokens": 32}),
+        "priority": (-8, 8),
+        "service_tier": ("flex", "priority"),
+        "target_tokens_per_second": (1e-9, 1e4),
+        "stream": (True, False),
+    }
+    chosen = rng.sample(sorted(fields), rng.randint(1, 6))
+    body = _valid(rng, path) | {name: rng.choice(fields[name]) for name in chosen} | {"max_tokens": 3}
+    if rng.random() < 0.4:
+        body |= {"logprobs": True, "top_logprobs": 20} if path == CHAT else {"logprobs": 20, "echo": True}
+    return Hostile("extreme", path, _encoded(body))
+
+
 def _deep(rng: random.Random) -> Hostile:
     """Long and deep, but valid JSON."""
     path = rng.choice(ROUTES)
@@ -290,8 +382,20 @@ def _deep(rng: random.Random) -> Hostile:
 # -- running them ----------------------------------------------------------------------------------
 
 
-class Target(LocalApp):
-    """The application around a real engine with a tiny model."""
+class Target(Protocol):
+    """What is attacked."""
+
+    async def send(self, request: Hostile) -> tuple[int, bytes]:
+        """Status and body; status 0 for a client that left."""
+        ...
+
+    async def leftovers(self) -> list[str]:
+        """What the requests have left behind, in words; nothing soon after the last one."""
+        ...
+
+
+class LocalTarget(LocalApp):
+    """The application in this process, around a real engine with a tiny model."""
 
     def __init__(self, model_dir: Path, compile_grammar: CompileGrammar) -> None:
         tokenizer = Tokenizer.load(model_dir)
@@ -300,33 +404,73 @@ class Target(LocalApp):
             vocab_size=TOKENIZER_VOCAB_SIZE,
             eos_token_ids=tokenizer.eos_token_ids,
             adjusters=[Grammars.of_model(model_dir)],
-            model={"id": "m", "max_model_len": 128, "dtype": "float32"},
+            model={"id": "m", "max_model_len": 256, "dtype": "float32"},
         )
         super().__init__(tokenizer, engine, engine.config, compile_grammar)
 
-    @property
-    def num_used_blocks(self) -> int:
-        return self.local.engine.stats().kv_used_blocks
+    async def send(self, request: Hostile) -> tuple[int, bytes]:
+        return await _send(self.client, request)
+
+    async def leftovers(self) -> list[str]:
+        used_blocks = self.local.engine.stats().kv_used_blocks
+        found = [] if self.local.is_idle else ["requests are left in the engine or in the streams"]
+        return found + ([f"{used_blocks} KV blocks are still in use"] if used_blocks else [])
+
+
+class ServedTarget:
+    """A running server."""
+
+    _GAUGES = ("dspark_kv_used_blocks", "dspark_requests_running", "dspark_requests_waiting")
+
+    def __init__(self, url: str, model: str) -> None:
+        self._model = json.dumps(model).encode()
+        self._client = httpx.AsyncClient(base_url=url, timeout=None)
 
     async def send(self, request: Hostile) -> tuple[int, bytes]:
-        """Status and body; status 0 for a client that left."""
-        body = request.body if isinstance(request.body, bytes) else request.body()
-        url = httpx.URL("http://test", raw_path=request.path.encode())
-        sending = self.client.request(
-            request.method, url, content=body, headers=list(request.headers.items())
-        )
+        if isinstance(request.body, bytes):
+            request = replace(request, body=request.body.replace(b'"m"', self._model))
         try:
-            async with asyncio.timeout(request.leave_after_s):
-                response = await sending
-        except TimeoutError:
-            return 0, b""
-        return response.status_code, response.content
+            return await _send(self._client, request)
+        except (httpx.LocalProtocolError, httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError):
+            return 0, b""  # no HTTP: refused by our own client, or by the server with a closed connection
+
+    async def leftovers(self) -> list[str]:
+        page = (await self._client.get("/metrics")).text
+        lines = [line for line in page.splitlines() if line.startswith(self._GAUGES)]
+        assert len(lines) >= len(self._GAUGES), "the server tells its blocks and requests"
+        return [line for line in lines if float(line.rsplit(" ", 1)[1])]
 
 
-async def attack(target: Target, requests: Iterator[Hostile]) -> tuple[list[str], collections.Counter[str]]:
-    """What went wrong, in words; and how often each kind got each status."""
-    problems: list[str] = []
-    seen: collections.Counter[str] = collections.Counter()
+async def _send(client: httpx.AsyncClient, request: Hostile) -> tuple[int, bytes]:
+    body = request.body if isinstance(request.body, bytes) else request.body()
+    url = client.base_url.copy_with(raw_path=request.path.encode())
+    sending = client.request(request.method, url, content=body, headers=list(request.headers.items()))
+    try:
+        async with asyncio.timeout(request.leave_after_s):
+            response = await sending
+    except TimeoutError:
+        return 0, b""
+    return response.status_code, response.content
+
+
+@dataclass
+class Findings:
+    """What an attack brought to light."""
+
+    problems: list[str] = field(default_factory=list)
+    seen: collections.Counter[str] = field(default_factory=collections.Counter)  # "kind status"
+    slowest_s: dict[str, float] = field(default_factory=dict)  # by kind
+
+    def add(self, request: Hostile, status: int, body: bytes, took_s: float) -> None:
+        self.seen[f"{request.kind} {status}"] += 1
+        self.slowest_s[request.kind] = max(took_s, self.slowest_s.get(request.kind, 0.0))
+        if problem := _problem(request, status, body):
+            self.problems.append(f"{_shown(request)}: {problem} ({took_s:.1f} s)")
+
+
+async def attack(target: Target, requests: Iterator[Hostile]) -> Findings:
+    """All of them, some at a time, and then a look at what they left."""
+    findings = Findings()
 
     async def work() -> None:
         for request in requests:
@@ -335,23 +479,17 @@ async def attack(target: Target, requests: Iterator[Hostile]) -> tuple[list[str]
                 async with asyncio.timeout(LIMIT_S):
                     status, body = await target.send(request)
             except TimeoutError:
-                problems.append(f"{_shown(request)}: no answer within {LIMIT_S:g} s")
+                findings.problems.append(f"{_shown(request)}: no answer within {LIMIT_S:g} s")
                 continue
-            took_s = time.monotonic() - started_s
-            seen[f"{request.kind} {status}"] += 1
-            if problem := _problem(request, status, body):
-                problems.append(f"{_shown(request)}: {problem} ({took_s:.1f} s)")
+            findings.add(request, status, body, time.monotonic() - started_s)
 
     await asyncio.gather(*(work() for _ in range(CONCURRENCY)))
-    for _ in range(100):
-        await asyncio.sleep(0.01)
-        if target.local.is_idle:
-            break
-    if not target.local.is_idle:
-        problems.append("requests are left in the engine or in the streams")
-    if target.num_used_blocks:
-        problems.append(f"{target.num_used_blocks} KV blocks are still in use")
-    return problems, seen
+    for _ in range(SETTLE_TRIES):
+        if not (left := await target.leftovers()):
+            return findings
+        await asyncio.sleep(SETTLE_S)
+    findings.problems += left
+    return findings
 
 
 def _problem(request: Hostile, status: int, body: bytes) -> str | None:
@@ -372,22 +510,67 @@ def _shown(request: Hostile) -> str:
     return f"{request.kind} {request.method} {request.path[:80]} {request.headers} {body!r}"
 
 
-async def main(count: int, seed: int) -> int:
+def _resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * resource.getpagesize() / (1 << 20)
+
+
+@dataclass
+class _Watched:
+    """Hands requests on, and notes the process' memory before each `every`th."""
+
+    requests: Iterator[Hostile]
+    every: int
+    memory_mib: dict[int, float] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Hostile]:
+        for number, request in enumerate(self.requests):
+            if number % self.every == 0:
+                self.memory_mib[number] = round(_resident_mib(), 1)
+                print(f"{number} requests, {self.memory_mib[number]:.0f} MiB", flush=True)
+            yield request
+
+
+async def run_local(requests: Iterator[Hostile]) -> Findings:
+    """Against the application in this process."""
     with tempfile.TemporaryDirectory() as folder:
         model_dir = tiny_chat_model_dir(Path(folder))
         compiler = GrammarCompiler.of_model(model_dir, timeout_s=5.0)
-        started_s = time.monotonic()
         try:
-            target = Target(model_dir, compiler.compile)
-            problems, seen = await attack(target, hostile_requests(count, seed, huge=True))
+            return await attack(LocalTarget(model_dir, compiler.compile), requests)
         finally:
             await compiler.close()
-    for line, number in sorted(seen.items()):
+
+
+async def main(options: argparse.Namespace) -> int:
+    """The command; 1 if anything went wrong."""
+    watched = _Watched(
+        hostile_requests(options.requests, options.seed, huge=True), max(1, options.requests // 10)
+    )
+    started_s = time.monotonic()
+    if options.url:
+        findings = await attack(ServedTarget(options.url, options.model), iter(watched))
+    else:
+        findings = await run_local(iter(watched))
+        watched.memory_mib[options.requests] = round(_resident_mib(), 1)
+    took_s = time.monotonic() - started_s
+    for line, number in sorted(findings.seen.items()):
         print(f"{number:6d}  {line}")
-    for problem in problems[:50]:
+    for problem in findings.problems[:50]:
         print(problem)
-    print(f"{count} requests, {len(problems)} problems, {time.monotonic() - started_s:.0f} s")
-    return 1 if problems else 0
+    print(f"{options.requests} requests, {len(findings.problems)} problems, {took_s:.0f} s")
+    if options.output is not None:
+        result = {
+            "machine": machine_facts(),
+            "settings": {"requests": options.requests, "seed": options.seed, "served": bool(options.url)},
+            "problems": findings.problems,
+            "answers": dict(sorted(findings.seen.items())),
+            "slowest_s": {kind: round(took, 2) for kind, took in sorted(findings.slowest_s.items())},
+            "memory_mib": watched.memory_mib,
+            "wall_s": round(took_s, 1),
+        }
+        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 1 if findings.problems else 0
 
 
 if __name__ == "__main__":
@@ -396,5 +579,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    sys.exit(asyncio.run(main(arguments.requests, arguments.seed)))
+    parser.add_argument("--url", help="of a running server; default: the application in this process")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="what the running server serves")
+    parser.add_argument("--output", type=Path, help="result file (JSON)")
+    sys.exit(asyncio.run(main(parser.parse_args())))

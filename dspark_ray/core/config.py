@@ -226,6 +226,10 @@ class ServingConfig(Section):
     reasoning: Literal["auto", "none", "think"] = Field(
         "auto", description="thoughts that are split off; auto: <think> if the chat template knows it"
     )
+    control_tokens_in_messages: bool = Field(
+        False,
+        description="control tokens in messages are the model's own, as elsewhere, not text (docs/api.md)",
+    )
     grammar_timeout_s: float = Field(5.0, gt=0, description="longest compilation of a grammar before a 400")
 
     @property

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark_ray.core.errors import ConfigError, RequestError
 from dspark_ray.core.types import TextOptions
+from dspark_ray.models.control_tokens import ControlTokens
 
 # End-of-turn tokens: chat models whose configs name only the end of text still stop at their template's.
 _END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
@@ -31,12 +32,21 @@ _MAX_PENDING_TOKENS = 8  # a character takes 4 bytes: more undecodable tokens th
 _MAX_CHARACTER_TOKENS = 3  # tokens that an incomplete character can span
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation in the model's chat template."""
+
+    text: str
+    token_ids: list[int]
+
+
 class Tokenizer:
     """A model's own tokenizer. Safe to use from several threads at once: it keeps no state."""
 
     def __init__(self, hf_tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
         self._hf = hf_tokenizer
         self._backend = hf_tokenizer.backend_tokenizer
+        self._control = ControlTokens(self._backend, str(hf_tokenizer.chat_template or ""))
         self.eos_token_ids = eos_token_ids
         self.special_ids = frozenset(
             index for index, token in hf_tokenizer.added_tokens_decoder.items() if token.special
@@ -82,33 +92,53 @@ class Tokenizer:
         """Each token as the vocabulary spells it; ids it does not know are empty."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
-    def render_chat(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **options: Any
-    ) -> list[int]:
-        """The token ids of `chat_text` with the same arguments."""
-        text = self.chat_text(messages, add_generation_prompt=add_generation_prompt, **options)
-        return self.encode(text, add_special_tokens=False)
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
+        """The token ids of `chat_prompt`."""
+        return self.chat_prompt(messages, add_generation_prompt=add_generation_prompt).token_ids
 
-    def chat_text(
+    def chat_prompt(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
+        control_tokens: bool = False,
+    ) -> ChatPrompt:
         """A conversation in the model's chat template, which runs in a sandbox.
 
-        `template_kwargs` are variables of the template, e.g. `enable_thinking`. Raises `RequestError` when
-        the template refuses the messages (roles out of order, a missing field) or there is no template.
+        `template_kwargs` are variables of the template, e.g. `enable_thinking`. Control tokens that the
+        messages write are text, unless `control_tokens`. Raises `RequestError` when the template refuses the
+        messages (roles out of order, a missing field) or there is no template.
         """
+        if control_tokens:
+            text = self._rendered(messages, tools, add_generation_prompt, dict(template_kwargs or {}))
+            return ChatPrompt(text, self.encode(text, add_special_tokens=False))
+        guard = self._control.guard()
+        text = self._rendered(
+            [guard.message(message) for message in messages],
+            None if tools is None else guard.value(tools),
+            add_generation_prompt,
+            guard.value(dict(template_kwargs or {})),
+        )
+        token_ids = guard.encode(text)
+        if token_ids is None:
+            return ChatPrompt(text, self.encode(text, add_special_tokens=False))
+        return ChatPrompt(guard.restore(text), token_ids)
+
+    def _rendered(
+        self,
+        messages: list[Any],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        extra: dict[str, Any],
+    ) -> str:
         if not self.has_chat_template:
             raise RequestError(
                 "this model has no chat template; use /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )
-        extra = dict(template_kwargs or {})
         if taken := sorted(extra.keys() & _TEMPLATE_ARGUMENTS):
             raise RequestError(
                 f"chat_template_kwargs must not set {taken[0]!r}: the server does",

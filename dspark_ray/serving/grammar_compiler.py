@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0  # imports and the vocabulary
 MAX_WAITING = 32
+MAX_WAIT_S = 30.0  # for the grammars before it
+REFUSED_FOR_S = 60.0  # a bad grammar is not tried again so soon: one that bursts costs a new process
+MAX_REFUSED = 256
 CACHE_BYTES = 64 << 20
 _LINE_LIMIT_BYTES = 64 << 20
 
@@ -25,15 +29,17 @@ _LINE_LIMIT_BYTES = 64 << 20
 class GrammarCompiler:
     """Compiles in a process of its own, started when the first grammar comes. Belongs to one event loop."""
 
-    def __init__(self, command: Sequence[str], timeout_s: float) -> None:
+    def __init__(self, command: Sequence[str], timeout_s: float, *, max_wait_s: float = MAX_WAIT_S) -> None:
         """`command` starts a process that speaks as serving/grammar_worker.py does."""
         self._command = tuple(command)
         self._timeout_s = timeout_s
+        self._max_wait_s = max_wait_s
         self._worker: asyncio.subprocess.Process | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._num_waiting = 0
+        self._exchanges: set[asyncio.Future[CompiledGrammar]] = set()  # the running one and those that wait
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # newest last
         self._cached_bytes = 0
+        self._refused: OrderedDict[str, tuple[float, RequestError]] = OrderedDict()  # until when, and why
 
     @classmethod
     def of_model(cls, model_dir: Path, timeout_s: float) -> "GrammarCompiler":
@@ -44,47 +50,67 @@ class GrammarCompiler:
         """Raises `RequestError` for a grammar that is wrong, too large or takes too long to compile, and
         `QueueFullError` when too many wait."""
         key = hashlib.sha256(tag.encode()).hexdigest()
-        if (known := self._cached(key)) is not None:
+        if (known := self._known(key)) is not None:
             return known
-        if self._num_waiting >= MAX_WAITING:
+        if len(self._exchanges) >= MAX_WAITING:
             raise QueueFullError("too many grammars wait to be compiled; try again later")
-        self._num_waiting += 1
         # A client that leaves must not cut the exchange short: the next one would read its answer.
         exchange = asyncio.ensure_future(self._compile(key, tag))
+        self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanged)
         return await asyncio.shield(exchange)
 
     async def close(self) -> None:
-        """Ends the worker."""
+        """Ends the worker, and whatever waits for it."""
+        for exchange in self._exchanges:  # first: one that waits would start another worker
+            exchange.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
         await self._kill()
 
     def _exchanged(self, exchange: "asyncio.Future[CompiledGrammar]") -> None:
-        self._num_waiting -= 1
+        self._exchanges.discard(exchange)
         if not exchange.cancelled():
             exchange.exception()  # marks it as seen: who left does not want it
 
     async def _compile(self, key: str, tag: str) -> CompiledGrammar:
-        async with self._one_at_a_time:
-            if (known := self._cached(key)) is not None:
-                return known
-            worker = await self._started()
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    answer = await _exchange(worker, {"tag": tag})
-            except TimeoutError as error:
-                await self._kill()
-                raise RequestError(
-                    f"the grammar takes longer than {self._timeout_s:g} s to compile; make it smaller",
-                    code="invalid_grammar",
-                ) from error
-            if answer is None:
-                await self._kill()
-                raise RequestError("the grammar cannot be compiled", code="invalid_grammar")
-            if "error" in answer:
-                raise RequestError(str(answer["error"]), code="invalid_grammar")
-            grammar = CompiledGrammar(answer["digest"], answer["compiled"])
-            self._keep(key, grammar)
-            return grammar
+        try:
+            async with asyncio.timeout(self._max_wait_s):
+                await self._one_at_a_time.acquire()
+        except TimeoutError as error:
+            raise QueueFullError("the grammars before this one take too long; try again later") from error
+        try:
+            return self._known(key) or await self._tried(key, tag)
+        finally:
+            self._one_at_a_time.release()
+
+    async def _tried(self, key: str, tag: str) -> CompiledGrammar:
+        """Compiled, and its end remembered."""
+        try:
+            grammar = await self._compiled(tag)
+        except RequestError as error:
+            self._refuse(key, error)
+            raise
+        self._keep(key, grammar)
+        return grammar
+
+    async def _compiled(self, tag: str) -> CompiledGrammar:
+        """By the worker, which has nothing else to do."""
+        worker = await self._started()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await _exchange(worker, {"tag": tag})
+        except TimeoutError as error:
+            await self._kill()
+            raise RequestError(
+                f"the grammar takes longer than {self._timeout_s:g} s to compile; make it smaller",
+                code="invalid_grammar",
+            ) from error
+        if answer is None:
+            await self._kill()
+            raise RequestError("the grammar cannot be compiled", code="invalid_grammar")
+        if "error" in answer:
+            raise RequestError(str(answer["error"]), code="invalid_grammar")
+        return CompiledGrammar(answer["digest"], answer["compiled"])
 
     async def _started(self) -> asyncio.subprocess.Process:
         """The running worker; raises what keeps it from starting."""
@@ -114,7 +140,11 @@ class GrammarCompiler:
             await self._worker.wait()
             self._worker = None
 
-    def _cached(self, key: str) -> CompiledGrammar | None:
+    def _known(self, key: str) -> CompiledGrammar | None:
+        """What it was compiled to; raises what it was refused with not long ago."""
+        until_s, error = self._refused.get(key, (0.0, None))
+        if error is not None and time.monotonic() < until_s:
+            raise RequestError(error.message, code=error.code)
         if key in self._cache:
             self._cache.move_to_end(key)
         return self._cache.get(key)
@@ -124,6 +154,12 @@ class GrammarCompiler:
         self._cached_bytes += len(grammar.compiled)
         while self._cached_bytes > CACHE_BYTES:
             self._cached_bytes -= len(self._cache.popitem(last=False)[1].compiled)
+
+    def _refuse(self, key: str, error: RequestError) -> None:
+        self._refused.pop(key, None)
+        self._refused[key] = time.monotonic() + REFUSED_FOR_S, error
+        while len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
 
 
 async def _exchange(worker: asyncio.subprocess.Process, request: dict[str, str]) -> dict[str, str] | None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from dspark_ray.core.config import AppConfig
@@ -60,7 +61,11 @@ def build_api(
 
 
 async def _json_object(request: Request) -> dict[str, Any]:
-    return parse_object(await read_body(request.stream(), request.headers.get("content-length")))
+    try:
+        body = await read_body(request.stream(), request.headers.get("content-length"))
+    except ClientDisconnect as error:
+        raise RequestError("the client left before its request was whole", status=499) from error
+    return parse_object(body)
 
 
 def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel) -> None:

@@ -23,7 +23,7 @@ from dspark_ray.serving.schemas import (
     SpeculationFields,
     parse_body,
 )
-from dspark_ray.serving.text import Tokenizer
+from dspark_ray.serving.text import ChatPrompt, Tokenizer
 from dspark_ray.serving.token_rules import TokenRules, check_token_ids, token_rules
 from dspark_ray.serving.tools import (
     HERMES,
@@ -48,6 +48,7 @@ class ServedModel:
     tool_format: ToolFormat = HERMES
     thinks: bool = False  # it may write its thoughts before its answer
     speculation_control: bool = True  # requests may say how much of them is drafted
+    control_tokens: bool = False  # those that messages write are the model's, not text
 
 
 def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
@@ -62,6 +63,7 @@ def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
         tool_format,
         thinks,
         serving.speculation_control,
+        serving.control_tokens_in_messages,
     )
 
 
@@ -105,11 +107,10 @@ def parse_chat(body: dict[str, Any], model: ServedModel, request_id: str | None 
     check_model(body, model)
     fields = parse_body(ChatCompletionRequest, body)
     constraint = _chat_constraint(fields, model.tool_format)
-    text = chat_text(fields, model)
-    prompt = model.tokenizer.encode(text, add_special_tokens=False)
-    reasoning = reasoning_at(text, thinks=model.thinks)
-    limit = _token_limit(prompt, fields.token_limit, model, "messages")
-    job = _job(fields, [prompt], [limit], model, request_id, chat=True)
+    prompt = chat_prompt(fields, model)
+    reasoning = reasoning_at(prompt.text, thinks=model.thinks)
+    limit = _token_limit(prompt.token_ids, fields.token_limit, model, "messages")
+    job = _job(fields, [prompt.token_ids], [limit], model, request_id, chat=True)
     shape = AnswerShape(
         reasoning=reasoning,
         tool_format=model.tool_format if fields.tools_offered else None,
@@ -135,18 +136,19 @@ def parse_response(body: dict[str, Any], model: ServedModel, request_id: str | N
     return replace(job, response=head)
 
 
-def chat_text(fields: ChatPromptFields, model: ServedModel, *, open_turn: bool = True) -> str:
+def chat_prompt(fields: ChatPromptFields, model: ServedModel, *, open_turn: bool = True) -> ChatPrompt:
     """The conversation in the model's template; `open_turn`: up to the assistant's answer."""
     check_chars(sum(message.num_chars for message in fields.messages), model, "messages")
     messages = for_template(fields.messages)
     tools = [tool.for_template() for tool in fields.tools_offered]
     if "tools" not in model.tokenizer.chat_template:
         messages, tools = with_tool_prompt(messages, tools), []
-    return model.tokenizer.chat_text(
+    return model.tokenizer.chat_prompt(
         messages,
         add_generation_prompt=open_turn,
         tools=tools or None,
         template_kwargs=fields.chat_template_kwargs,
+        control_tokens=model.control_tokens,
     )
 
 

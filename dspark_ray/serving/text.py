@@ -7,6 +7,16 @@ from typing import Any, Protocol
 from dspark_ray.core.types import FinishReason, RequestOutput, TextOptions
 
 
+class ChatPrompt(Protocol):
+    """A conversation in the model's chat template."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def token_ids(self) -> list[int]: ...
+
+
 class Tokenizer(Protocol):
     """What the routes need of a model's tokenizer. May take long for long texts: call it in a thread."""
 
@@ -31,15 +41,19 @@ class Tokenizer(Protocol):
         """Each token as the vocabulary spells it."""
         ...
 
-    def chat_text(
+    def chat_prompt(
         self,
         messages: list[dict[str, Any]],
         *,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        """The conversation in the model's chat template; raises `RequestError`."""
+        control_tokens: bool = False,
+    ) -> ChatPrompt:
+        """The conversation in the model's chat template; raises `RequestError`.
+
+        Control tokens that the messages write are text, unless `control_tokens`.
+        """
         ...
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from dspark_ray.serving.body import Body, validate
-from dspark_ray.serving.parsing import ServedModel, chat_text, check_chars, check_model
+from dspark_ray.serving.parsing import ServedModel, chat_prompt, check_chars, check_model
 from dspark_ray.serving.schemas import ChatPromptFields
 from dspark_ray.serving.token_rules import check_token_ids
 
@@ -40,8 +40,7 @@ def tokenize(body: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     fields: TokenizeText | TokenizeChat
     if "messages" in body:
         fields = validate(TokenizeChat, body)
-        text = chat_text(fields, model, open_turn=fields.add_generation_prompt)
-        token_ids = model.tokenizer.encode(text, add_special_tokens=False)
+        token_ids = chat_prompt(fields, model, open_turn=fields.add_generation_prompt).token_ids
     else:
         fields = validate(TokenizeText, body)
         check_chars(len(fields.prompt), model, "prompt")

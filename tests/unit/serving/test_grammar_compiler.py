@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from dspark_ray.core.errors import QueueFullError, RequestError
-from dspark_ray.serving.grammar_compiler import MAX_WAITING, GrammarCompiler
+from dspark_ray.serving.grammar_compiler import MAX_REFUSED, MAX_WAITING, GrammarCompiler
 
 WORKER = """
 import json, sys, time
@@ -81,3 +81,35 @@ async def test_a_worker_that_does_not_start_is_no_fault_of_the_client() -> None:
     compiler = GrammarCompiler((sys.executable, "-S", "-c", "pass"), timeout_s=5.0)
     with pytest.raises(RuntimeError, match="does not start"):
         await compiler.compile("a")
+
+
+async def test_closing_ends_what_waits_and_starts_nothing() -> None:
+    compiler = GrammarCompiler((sys.executable, "-S", "-c", WORKER), timeout_s=20.0)
+    waiting = [asyncio.ensure_future(compiler.compile(tag)) for tag in ("hang", "a", "b")]
+    await asyncio.sleep(0.05)
+    await compiler.close()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    assert compiler._worker is None
+
+
+async def test_a_bad_grammar_is_not_tried_again_at_once(compiler: GrammarCompiler) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="cannot be compiled"):
+            await compiler.compile("crash")
+        assert compiler._worker is None  # no other process was started for it
+    for number in range(MAX_REFUSED):
+        compiler._refuse(str(number), RequestError("no", code="invalid_grammar"))
+    assert len(compiler._refused) == MAX_REFUSED
+
+
+async def test_nobody_waits_for_long_behind_other_peoples_bombs() -> None:
+    compiler = GrammarCompiler((sys.executable, "-S", "-c", WORKER), timeout_s=0.5, max_wait_s=0.1)
+    await compiler._started()
+    bomb = asyncio.ensure_future(compiler.compile("hang"))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFullError, match="try again later"):
+        await compiler.compile("a")
+    with pytest.raises(RequestError, match="longer than"):
+        await bomb
+    await compiler.close()

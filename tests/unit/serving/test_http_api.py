@@ -268,6 +268,28 @@ async def test_a_request_id_that_is_none_is_refused(app: App, request_id: str) -
     assert (response.status_code, response.json()["error"]["param"]) == (400, "X-Request-Id")
 
 
+async def test_a_client_that_leaves_in_its_request_is_no_failure(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [
+        {"type": "http.request", "body": b'{"model"', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/v1/completions"
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    await app.api(scope, receive, send)
+    assert sent[0]["status"] == 499
+    assert not caplog.records
+
+
 async def test_tokenize_and_back(app: App, tokenizer: Tokenizer) -> None:
     text = "é<|im_end|>x"
     body = (await app.client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()

@@ -8,6 +8,7 @@ import pytest
 
 from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import Priority, ServiceTier
+from dspark_ray.models.tokenizer import ChatPrompt
 from dspark_ray.serving.json_body import parse_object, read_body
 from dspark_ray.serving.messages import Message
 from dspark_ray.serving.parsing import ServedModel, parse_chat, parse_completion
@@ -33,8 +34,9 @@ class CharTokenizer:
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         return [chr(token_id) for token_id in token_ids]
 
-    def chat_text(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+    def chat_prompt(self, messages: list[dict[str, Any]], **options: Any) -> ChatPrompt:
+        text = "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return ChatPrompt(text, self.encode(text))
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
