@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from dspark_kernels.cpu_ops import CpuOps
+from dspark_kernels.dispatch import cpu_version
 from dspark_kernels.linear import PackedLinear
 
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
-from dspark_ray.core.types import Request, RequestOutput, SamplingParams
+from dspark_ray.core.types import AdapterRef, Request, RequestOutput, SamplingParams
 from dspark_ray.engine.build import DRAFTERS  # with every drafter registered
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.adjust import AdjusterFactory
@@ -66,8 +69,9 @@ def tiny_decoder(
     sharpness: float = 1.0,
     dtype: torch.dtype = torch.float32,
     linear: Linear = PackedLinear,
+    added: dict[str, torch.Tensor] | None = None,
 ) -> Decoder:
-    """A random target; `sharpness` scales its logits."""
+    """A random target; `sharpness` scales its logits, `added` is added to tensors by name."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -92,6 +96,8 @@ def tiny_decoder(
             f"{prefix}.mlp.up_proj.weight": random(INNER, HIDDEN),
             f"{prefix}.mlp.down_proj.weight": random(HIDDEN, INNER),
         }
+    for name, delta in (added or {}).items():
+        tensors[name] += delta
     return Decoder(decoder_config(vocab_size), WeightSource(tensors), dtype, 256, linear)
 
 
@@ -133,7 +139,9 @@ def tiny_config(**sections: dict[str, Any]) -> AppConfig:
         "engine": {"kv_block_size": 4, "kv_num_blocks": 512, "max_running": 64, "max_step_rows": 256},
         "speculation": {"num_draft_tokens": 4, "mode": "fixed"},
     }
-    return parse_app_config({key: {**value, **sections.get(key, {})} for key, value in base.items()})
+    return parse_app_config(
+        {key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}}
+    )
 
 
 def tiny_engine(
@@ -170,8 +178,17 @@ def tiny_engine(
     )
 
 
-def request(request_id: str, prompt: Sequence[int], **sampling: Any) -> Request:
-    return Request(request_id, tuple(prompt), SamplingParams(**sampling))
+def request(
+    request_id: str, prompt: Sequence[int], *, adapter: AdapterRef | None = None, **sampling: Any
+) -> Request:
+    return Request(request_id, tuple(prompt), SamplingParams(**sampling), adapter=adapter)
+
+
+def skip_without_invariant_kernels() -> None:
+    """For tests of bf16 rows that must not depend on their batch."""
+    ops = cpu_version()
+    if not isinstance(ops, CpuOps) or not ops.has_linear:
+        pytest.skip("this CPU has no compiled bf16 linear")
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:

@@ -242,6 +242,36 @@ class ServingConfig(Section):
         return self.num_replicas if self.autoscaling is None else self.autoscaling.max_replicas
 
 
+class AdapterConfig(Section):
+    """One LoRA adapter that is always served."""
+
+    name: str = Field(min_length=1, max_length=128, description="what clients give as `model`")
+    path: str = Field(description="folder in PEFT's layout")
+
+
+class LoraConfig(Section):
+    """LoRA adapters of the target, as models of their own; none by default."""
+
+    adapters: tuple[AdapterConfig, ...] = ()
+    load_from: str | None = Field(
+        None,
+        description="folder below which clients may load adapters at run time; None: they may not load any",
+    )
+    max_loaded: int = Field(8, ge=1, description="adapters that an engine holds; the least used leaves first")
+    max_rank: int = Field(64, ge=1, le=1024, description="largest rank that is accepted")
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self.adapters) or self.load_from is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> "LoraConfig":
+        names = [adapter.name for adapter in self.adapters]
+        if len(set(names)) < len(names):
+            raise ValueError("lora.adapters: two adapters have the same name")
+        return self
+
+
 class HardwareConfig(Section):
     """The machine a configuration is written for. Read by checks only."""
 
@@ -263,6 +293,7 @@ class AppConfig(Section):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     speculation: SpeculationConfig = SpeculationConfig()
+    lora: LoraConfig = LoraConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     serving: ServingConfig = ServingConfig()
     vllm: VllmConfig = VllmConfig()
@@ -285,6 +316,10 @@ class AppConfig(Section):
             )
         if self.engine.kind != "native" and self.observability.record_path is not None:
             raise ValueError("observability.record_path: only the native engine records its steps")
+        if self.engine.kind != "native" and self.lora.is_on:
+            raise ValueError("lora: only the native engine serves adapters; set engine.kind to native")
+        if any(adapter.name == self.model.id for adapter in self.lora.adapters):
+            raise ValueError(f"lora.adapters: {self.model.id!r} is the model's own name (model.id)")
         longest, block_size = self.model.max_model_len, self.engine.kv_block_size
         num_tokens = self.engine.kv_num_blocks * block_size
         # With a share of the device's memory to fill, vLLM counts the blocks itself.
@@ -358,6 +393,11 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
         trace = existing("engine.timed.acceptance_trace", timed.acceptance_trace)
         timed = timed.model_copy(update={"step_tables": tables, "acceptance_trace": trace})
         engine = engine.model_copy(update={"timed": timed})
+    adapters = tuple(
+        adapter.model_copy(update={"path": existing(f"lora.adapters.{adapter.name}", adapter.path)})
+        for adapter in config.lora.adapters
+    )
+    load_from = existing("lora.load_from", config.lora.load_from)
     observability = config.observability
     if observability.record_path is not None:  # a folder to be made, where the shell is
         record_path = str((bases[0] / Path(observability.record_path).expanduser()).resolve())
@@ -366,6 +406,7 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
         "model": model,
         "engine": engine,
         "speculation": speculation.model_copy(update=updates),
+        "lora": config.lora.model_copy(update={"adapters": adapters, "load_from": load_from}),
         "observability": observability,
     }
     return config.model_copy(update=changed)

@@ -135,6 +135,17 @@ class CompiledGrammar:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """A LoRA adapter: what clients call it, where it lies, and what is in it. Requests carry it whole, so
+    that a replica that has never heard of it can load it.
+    """
+
+    name: str
+    path: str
+    digest: str  # of its files: adapters of one name, one after the other, share no cached prefix
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One choice to generate, as the ingress hands it to a replica."""
 
@@ -147,6 +158,7 @@ class Request:
     session_key: str = ""  # requests with one key share a beginning: they are best served together
     grammar: CompiledGrammar | None = None
     speculation_details: bool = False  # outputs say how their tokens came about
+    adapter: AdapterRef | None = None  # of the target; None: the model itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ class Admission:
             raise QueueFullError(f"{len(self.waiting)} requests are waiting already")
         adjuster = make_adjuster(request, self._adjusters)
         sequence = new_sequence(request, self._arrivals, adjuster)
+        if request.adapter is not None:
+            sequence.prefix_root = self.pool.root(request.adapter.digest)
         self._queue(sequence)
         self._arrivals += 1
         return sequence
@@ -135,7 +137,7 @@ class Admission:
         """Moves the first waiting request to running if its prompt fits without preempting anyone."""
         # A cached prefix has no logits: who wants its log-probabilities computes it again.
         searched = [] if sequence.num_prompt_logprobs_missing else sequence.token_ids
-        matched = self.pool.match_prefix(searched)
+        matched = self.pool.match_prefix(searched, sequence.prefix_root)
         extra = self.pool.blocks_for(len(sequence.token_ids)) - len(matched)
         taken = self.pool.take(extra)
         if taken is None:
@@ -145,7 +147,7 @@ class Admission:
         self.running.append(sequence)
         sequence.blocks = matched + taken
         sequence.num_registered = len(matched)
-        sequence.prefix_identity = self.pool.identity_of(matched)
+        sequence.prefix_identity = self.pool.identity_of(matched, sequence.prefix_root)
         sequence.num_computed = len(matched) * self.pool.block_size
         if sequence.num_output == len(
             sequence.request.emitted_token_ids

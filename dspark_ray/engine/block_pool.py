@@ -23,7 +23,8 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
         self._key_of_block: dict[int, PrefixKey] = {}
         self._block_of_key: dict[PrefixKey, tuple[int, int]] = {}  # key → (block, identity of its prefix)
-        self._next_identity = 1  # 0 is the empty prefix; identities are never used twice
+        self._roots: dict[str, int] = {}
+        self._next_identity = 1  # 0 is the empty prefix of the model; identities are never used twice
 
     @property
     def num_free(self) -> int:
@@ -58,15 +59,24 @@ class BlockPool:
                 if block not in self._key_of_block:
                     self._free.move_to_end(block, last=False)  # holds nothing worth keeping
 
-    def match_prefix(self, token_ids: Sequence[int]) -> list[int]:
+    def root(self, digest: str) -> int:
+        """Identity of the empty prefix under an adapter: nothing cached is shared with another one, or with
+        the model itself, whose is 0.
+        """
+        if digest not in self._roots:
+            self._roots[digest] = self._next_identity
+            self._next_identity += 1
+        return self._roots[digest]
+
+    def match_prefix(self, token_ids: Sequence[int], root: int = 0) -> list[int]:
         """Blocks that already hold the longest cached prefix, now owned by the caller too.
 
-        At least one token is left out: its logits must be computed.
+        At least one token is left out: its logits must be computed. root: identity of the empty prefix.
         """
         blocks: list[int] = []
         if not self.prefix_cache:
             return blocks
-        identity = 0
+        identity = root
         for chunk in self._full_chunks(token_ids[:-1], 0):
             entry = self._block_of_key.get((identity, chunk))
             if entry is None:
@@ -100,9 +110,9 @@ class BlockPool:
             num_registered += 1
         return num_registered, identity
 
-    def identity_of(self, blocks: Sequence[int]) -> int:
-        """Identity of the prefix that ends with these matched blocks; 0 for none."""
-        return self._block_of_key[self._key_of_block[blocks[-1]]][1] if blocks else 0
+    def identity_of(self, blocks: Sequence[int], root: int = 0) -> int:
+        """Identity of the prefix that ends with these matched blocks; `root` for none."""
+        return self._block_of_key[self._key_of_block[blocks[-1]]][1] if blocks else root
 
     def _full_chunks(self, token_ids: Sequence[int], first_block: int) -> Iterator[tuple[int, ...]]:
         size = self.block_size

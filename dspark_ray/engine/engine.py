@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dspark_ray.core.clock import Clock
 from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import DsparkError
 from dspark_ray.core.types import (
     EngineStats,
     FinishReason,
@@ -27,6 +28,7 @@ from dspark_ray.core.types import (
     SurvivalReport,
 )
 from dspark_ray.engine.acceptance import Verdict, VerifyRequest, verify
+from dspark_ray.engine.adapters import Adapters
 from dspark_ray.engine.admission import Admission
 from dspark_ray.engine.batch import VerifyBatch, Work, pack
 from dspark_ray.engine.block_pool import BlockPool
@@ -98,6 +100,7 @@ class Engine:
         self.counters = SpeculationCounters(config.speculation.num_draft_tokens)
         self.draft_log: DraftLog | None = None  # set by those who calibrate
         self.grammars = grammars
+        self.adapters = Adapters(config.lora, target)
         self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
         self._coupling = Coupling(self.budget, clock)
         self._recent = RecentSteps(clock)
@@ -111,7 +114,12 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request. `RequestError` if it can never run, `QueueFullError` if too many wait."""
         assert request.request_id not in self._sequences, f"request id {request.request_id!r} is in use"
-        self._sequences[request.request_id] = self.admission.add(request)
+        self.adapters.acquire(request.adapter)
+        try:
+            self._sequences[request.request_id] = self.admission.add(request)
+        except DsparkError:
+            self.adapters.release(request.adapter)
+            raise
         if self.recorder is not None:
             self.recorder.arrived(request.request_id)
 
@@ -121,11 +129,15 @@ class Engine:
         if sequence is None:
             return False
         sequence.finish_reason = FinishReason.ABORT
-        self.admission.drop(sequence)
+        self._drop(sequence)
         self._num_aborted += 1
         if self.recorder is not None:
             self.recorder.ended(sequence)
         return True
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.admission.drop(sequence)
+        self.adapters.release(sequence.request.adapter)
 
     def usage(self, request_id: str) -> RequestUsage | None:
         """What a request has cost so far; None if it is not here (any more)."""
@@ -173,7 +185,13 @@ class Engine:
     def _forward(self, batch: VerifyBatch) -> Forwarded:
         taps = self.drafter.taps if self.drafter else ()
         output = self.target.forward(
-            batch.token_ids, batch.positions, self.kv, batch.slots, batch.paged, taps
+            batch.token_ids,
+            batch.positions,
+            self.kv,
+            batch.slots,
+            batch.paged,
+            taps,
+            self.adapters.rows(batch.work),
         )
         return Forwarded(output, self.target.logits(output.hidden[batch.logit_rows]))
 
@@ -344,7 +362,7 @@ class Engine:
         if sequence.finish_reason is None:
             return output
         del self._sequences[request.request_id]
-        self.admission.drop(sequence)
+        self._drop(sequence)
         self._num_finished += 1
         return replace(output, finish_reason=sequence.finish_reason, usage=sequence.usage())
 

@@ -45,6 +45,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0  # leading blocks known to the prefix cache
     prefix_identity: int = 0
+    prefix_root: int = 0  # identity of its empty prefix: an adapter has one of its own
     draft: Draft | None = None
     survival_history: list[FloatArray] = field(default_factory=list)  # scores of past drafts, newest last
     zero_budget_steps: int = 0

@@ -34,7 +34,7 @@ def load_safetensors(model_dir: Path) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for path in safetensors_files(model_dir):
-        shard = _load_shard(path)
+        shard = load_tensors(path)
         if twice := sorted(tensors.keys() & shard.keys()):
             raise CheckpointError(f"{path}: tensors stored in two shards: {_shorten(twice)}")
         tensors |= shard
@@ -119,7 +119,8 @@ class WeightSource:
             raise CheckpointError(f"{len(leftover)} tensors have no place in the model: {_shorten(leftover)}")
 
 
-def _load_shard(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file; `CheckpointError` if it cannot be read."""
     try:
         return load_file(path, device="cpu")
     except (SafetensorError, OSError, ValueError) as error:

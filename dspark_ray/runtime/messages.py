@@ -11,6 +11,7 @@ import msgpack
 
 from dspark_ray.core.errors import DsparkError
 from dspark_ray.core.types import (
+    AdapterRef,
     CompiledGrammar,
     FinishReason,
     Priority,
@@ -123,22 +124,24 @@ def _pack_request(request: Request) -> list[Any]:
         request.session_key,
         request.grammar and astuple(request.grammar),
         request.speculation_details,
+        request.adapter and astuple(request.adapter),
     ]
 
 
 def _unpack_request(fields: Any) -> Request:
-    request_id, prompt, sampling, emitted, reply_address, priority, session_key, grammar, details = fields
+    request_id, prompt, sampling, emitted, address, priority, session_key, grammar, details, adapter = fields
     tier, level, target = priority
     return Request(
         request_id,
         prompt,
         SamplingParams(*sampling),
         emitted,
-        reply_address,
+        address,
         Priority(ServiceTier(tier), level, target),
         session_key,
         grammar and CompiledGrammar(*grammar),
         details,
+        adapter and AdapterRef(*adapter),
     )
 
 

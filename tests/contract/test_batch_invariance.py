@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from dspark_kernels.cpu_ops import CpuOps
-from dspark_kernels.dispatch import cpu_version
 
 from dspark_ray.core.types import Request
 from tests import tiny_engine as tiny
-from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import (
+    request,
+    run,
+    skip_without_invariant_kernels,
+    tiny_decoder,
+    tiny_drafter_dir,
+    tiny_engine,
+)
 
 VOCAB = 64
 
@@ -31,9 +36,7 @@ def requests() -> list[Request]:
 def test_bf16_texts_are_the_same_alone_together_and_drafted(
     tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ops = cpu_version()
-    if not isinstance(ops, CpuOps) or not ops.has_linear:
-        pytest.skip("this CPU has no compiled bf16 linear")
+    skip_without_invariant_kernels()
     monkeypatch.setattr(tiny, "HEAD_DIM", 32)  # smaller heads go to torch's attention
     target = tiny_decoder(VOCAB, dtype=torch.bfloat16)
     checkpoint = tiny_drafter_dir(tmp_path / "drafter", VOCAB, draft_vocab=None)

@@ -20,6 +20,7 @@ from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
+from dspark_ray.models.targets.lora import AdapterRows
 from dspark_ray.models.weights import WeightSource, load_safetensors
 
 __all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
@@ -41,9 +42,10 @@ class DecoderLayer:
     """Attention and MLP with their norms; holds fused, prepacked weights."""
 
     def __init__(
-        self, config: DecoderConfig, source: WeightSource, prefix: str, dtype: torch.dtype, linear: Linear
+        self, config: DecoderConfig, source: WeightSource, index: int, dtype: torch.dtype, linear: Linear
     ) -> None:
         self.config = config
+        self.index = index
         head_rows = {
             "q": config.num_heads * config.head_dim,
             "k": config.num_kv_heads * config.head_dim,
@@ -52,7 +54,7 @@ class DecoderLayer:
         hidden, inner = config.hidden_size, config.intermediate_size
 
         def take(name: str, *shape: int) -> Tensor:
-            return source.take(f"{prefix}.{name}", shape).to(dtype)
+            return source.take(f"model.layers.{index}.{name}", shape).to(dtype)
 
         def fuse(names: dict[str, int], module: str, bias: bool) -> PackedLinear | Int8Linear:
             weight = torch.cat([take(f"{module}.{n}_proj.weight", rows, hidden) for n, rows in names.items()])
@@ -82,11 +84,12 @@ class DecoderLayer:
         cache: tuple[Tensor, Tensor],  # each [S, KV, D]
         slots: Tensor,  # [N]
         batch: PagedBatch,
+        adapters: AdapterRows | None,
     ) -> Tensor:
         """The attention branch [N, H]; writes this layer's K and V of the rows to `slots`."""
         config = self.config
         q = qkv_rope_store(
-            self.qkv(normed),
+            self._apply("qkv", self.qkv, normed, adapters),
             *cos_sin,
             config.num_heads,
             config.num_kv_heads,
@@ -97,11 +100,18 @@ class DecoderLayer:
             slots,
         )
         out = paged_attention(q, *cache, batch, self.scale)
-        return self.o(out.view(out.shape[0], -1))
+        return self._apply("o", self.o, out.view(out.shape[0], -1), adapters)
 
-    def mlp(self, normed: Tensor) -> Tensor:
+    def mlp(self, normed: Tensor, adapters: AdapterRows | None) -> Tensor:
         """The SwiGLU branch, [N, H] → [N, H]."""
-        return self.down(silu_mul(self.gate_up(normed)))
+        inner = silu_mul(self._apply("gate_up", self.gate_up, normed, adapters))
+        return self._apply("down", self.down, inner, adapters)
+
+    def _apply(
+        self, name: str, linear: PackedLinear | Int8Linear, x: Tensor, adapters: AdapterRows | None
+    ) -> Tensor:
+        out = linear(x)
+        return out if adapters is None else adapters.add(self.index, name, x, out)
 
 
 class Decoder:
@@ -126,8 +136,7 @@ class Decoder:
         hidden, vocab = config.hidden_size, config.vocab_size
         self.embedding = source.take("model.embed_tokens.weight", (vocab, hidden)).to(dtype)
         self.layers = [
-            DecoderLayer(config, source, f"model.layers.{index}", dtype, linear)
-            for index in range(config.num_layers)
+            DecoderLayer(config, source, index, dtype, linear) for index in range(config.num_layers)
         ]
         self.norm = source.take("model.norm.weight", (hidden,)).to(dtype)
         self._stack = compiled_stack(
@@ -162,15 +171,18 @@ class Decoder:
         slots: Tensor,  # [N] int64, where the rows' K and V go
         batch: PagedBatch,
         taps: tuple[int, ...] = (),
+        adapters: AdapterRows | None = None,
     ) -> DecoderOutput:
-        """One pass over a flat ragged batch. The outputs of `taps` (0-based; -1: the embedding) are kept."""
+        """One pass over a flat ragged batch. The outputs of `taps` (0-based; -1: the embedding) are kept.
+        `adapters`: where some row has one.
+        """
         cos_sin = self.rope.at(positions)
         embedded = self.embedding[token_ids]
         inner_taps = tuple(sorted(tap for tap in taps if tap >= 0))
-        if self._stack is not None:
+        if self._stack is not None and adapters is None:
             hidden, kept = self._stack(embedded, cos_sin, kv.k, kv.v, batch, slots=slots, taps=inner_taps)
         else:
-            hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps)
+            hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps, adapters)
         return DecoderOutput(hidden, torch.cat([embedded, kept], dim=1) if -1 in taps else kept)
 
     def _layer_by_layer(
@@ -181,17 +193,19 @@ class Decoder:
         slots: Tensor,
         batch: PagedBatch,
         taps: tuple[int, ...],
+        adapters: AdapterRows | None,
     ) -> tuple[Tensor, Tensor]:
-        """What `LayerStack` does in one call: the final norm's output [N, H], and those of `taps`."""
+        """What `LayerStack` does in one call where no row has an adapter: the final norm's output [N, H], and
+        those of `taps`."""
         eps, residual = self.config.rms_norm_eps, embedded
         kept: list[Tensor] = []
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
-            attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch)
+            attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch, adapters)
             normed, residual = add_rms_norm(attended, residual, layer.post_norm, eps)
             last = index + 1 == len(self.layers)
             next_norm = self.norm if last else self.layers[index + 1].input_norm
-            normed, residual = add_rms_norm(layer.mlp(normed), residual, next_norm, eps)
+            normed, residual = add_rms_norm(layer.mlp(normed, adapters), residual, next_norm, eps)
             if index in taps:
                 kept.append(residual)
         return normed, torch.cat(kept, dim=1) if kept else residual[:, :0]
