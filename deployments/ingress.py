@@ -18,10 +18,12 @@ from ray.serve.handle import DeploymentHandle
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError
 from dspark_ray.core.types import Request, RequestOutput
+from dspark_ray.runtime.adapter_directory import AdapterDirectory
 from dspark_ray.runtime.fleet_metrics import EngineFleet
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.token_stream import TokenStream
 from dspark_ray.runtime.transport import bind_inbox
+from dspark_ray.serving.adapters import AdapterBook
 from dspark_ray.serving.grammar_compiler import GrammarCompiler
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.logprobs import TextOfToken
@@ -104,7 +106,10 @@ class Ingress:
         context = zmq.Context()
         self._streams = TokenStream(context, bind_inbox(context, ray.util.get_node_ip_address()))
         self._streams.start()
-        self._fleet = EngineFleet(serve.get_replica_context().app_name)
+        app_name = serve.get_replica_context().app_name
+        self._fleet = EngineFleet(app_name)
+        directory = AdapterDirectory(app_name)
+        self._adapters = await asyncio.to_thread(AdapterBook, config, directory, self._fleet)
         self._watcher = asyncio.create_task(self._fleet.watch(WATCH_PERIOD_S))
         self._service = CompletionService(
             ReplicaBackend(server),
@@ -117,8 +122,8 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once after the constructor."""
-        model = served_model(self._config, self._text.tokenizer)
-        return build_api(self._config, self._service, model, self._fleet, _versions())
+        model = served_model(self._config, self._text.tokenizer, self._adapters)
+        return build_api(self._config, self._service, model, self._adapters, self._fleet, _versions())
 
     async def __del__(self) -> None:
         if hasattr(self, "_watcher"):

@@ -64,4 +64,5 @@ def routed_request(pending: PendingRequest | None) -> RoutedRequest:
         return RoutedRequest((), 1)
     prompt = (*request.prompt_token_ids, *request.emitted_token_ids)
     left = request.sampling.max_tokens - len(request.emitted_token_ids)
-    return RoutedRequest(prompt, left, request.session_key)
+    adapter = "" if request.adapter is None else request.adapter.digest
+    return RoutedRequest(prompt, left, request.session_key, adapter)

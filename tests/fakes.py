@@ -16,6 +16,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
 from dspark_ray.core.types import (
+    AdapterRef,
     EngineStats,
     FinishReason,
     Request,
@@ -314,6 +315,8 @@ class OneEngineFleet:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.hangs = False
+        self.adapters: list[AdapterRef] = []
+        self.adapter_error: DsparkError | None = None
 
     async def stats(self) -> list[EngineStats]:
         if self.hangs:
@@ -325,3 +328,31 @@ class OneEngineFleet:
 
     async def metrics_page(self) -> bytes:
         return b"dspark_drafts_total 1.0\n"
+
+    async def load_adapter(self, adapter: AdapterRef) -> int:
+        if self.adapter_error is not None:
+            raise self.adapter_error
+        self.adapters.append(adapter)
+        return 1
+
+    async def unload_adapter(self, adapter: AdapterRef) -> None:
+        self.adapters.remove(adapter)
+
+
+class FakeDirectory:
+    """The adapters that were loaded at run time, for several ingress processes in one."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, AdapterRef] = {}
+        self.is_down = False
+
+    async def adapters(self) -> list[AdapterRef]:
+        if self.is_down:
+            raise OSError("the directory is down")
+        return list(self.by_name.values())
+
+    async def add(self, adapter: AdapterRef) -> bool:
+        return self.by_name.setdefault(adapter.name, adapter) == adapter
+
+    async def remove(self, name: str) -> bool:
+        return self.by_name.pop(name, None) is not None

@@ -11,11 +11,12 @@ from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import CompiledGrammar
 from dspark_ray.models.token_text import TokenTexts
 from dspark_ray.models.tokenizer import Tokenizer
+from dspark_ray.serving.adapters import AdapterBook
 from dspark_ray.serving.generation import RetryPolicy
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.parsing import served_model
 from dspark_ray.serving.service import CompletionService
-from tests.fakes import LocalServer, OneEngineFleet
+from tests.fakes import FakeDirectory, LocalServer, OneEngineFleet
 
 CompileGrammar = Callable[[str], Awaitable[CompiledGrammar]]
 
@@ -42,6 +43,7 @@ class LocalApp:
         engine: Any,
         config: AppConfig,
         compile_grammar: CompileGrammar = no_grammars,
+        directory: FakeDirectory | None = None,
         **retry: Any,
     ) -> None:
         self.local = LocalServer(engine)
@@ -55,8 +57,9 @@ class LocalApp:
             compile_grammar,
             RetryPolicy(backoff_s=(0.0,), **retry),
         )
-        model = served_model(config, tokenizer)
-        self.api = build_api(config, service, model, self.fleet, {"dspark_ray": "1"})
+        self.adapters = AdapterBook(config, directory or FakeDirectory(), self.fleet)
+        model = served_model(config, tokenizer, self.adapters)
+        self.api = build_api(config, service, model, self.adapters, self.fleet, {"dspark_ray": "1"})
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None)
 

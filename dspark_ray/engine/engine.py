@@ -4,6 +4,7 @@ Synchronous, one thread; the process around it (runtime/engine_actor.py, or an o
 `step()` while `has_work()`.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,6 +123,13 @@ class Engine:
             raise
         if self.recorder is not None:
             self.recorder.arrived(request.request_id)
+
+    def slow_work(self, request: Request) -> Callable[[], object] | None:
+        """What makes this request quick to add, for a thread beside the step loop; None: it is already. The
+        work may raise `RequestError`."""
+        grammar = self.grammars.slow_work(request) if self.grammars is not None else None
+        works = [work for work in (grammar, self.adapters.slow_work(request)) if work is not None]
+        return (lambda: [work() for work in works]) if works else None
 
     def abort(self, request_id: str) -> bool:
         """Drops a request at once and frees all it holds; False if it is not here (any more)."""

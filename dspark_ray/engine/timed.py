@@ -29,6 +29,7 @@ from dspark_ray.models.drafters.base import ContextRows, DraftBlock, DraftReques
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.targets.config import DecoderConfig
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
+from dspark_ray.models.targets.lora import AdapterRows
 from dspark_ray.scheduling.step_table import StepTable
 
 TIMED = "timed"
@@ -110,8 +111,9 @@ class TimedTarget(Decoder):
         slots: Tensor,
         batch: PagedBatch,
         taps: tuple[int, ...] = (),
+        adapters: AdapterRows | None = None,
     ) -> DecoderOutput:
-        """Hidden states are the positions, [N, 1]."""
+        """Hidden states are the positions, [N, 1]. There are no adapters here."""
         self._meet_group()
         self._pace.spend(self._table.verify_cost_ms(len(token_ids), int(batch.kv_len.sum())))
         hidden = positions.to(torch.float32).unsqueeze(1)

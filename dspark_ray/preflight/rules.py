@@ -7,10 +7,13 @@ nothing. What vLLM refuses is taken from vLLM 0.32's own checks, and found here 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import CheckpointError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.models.shapes import Shape
+from dspark_ray.models.targets.lora_checkpoint import read_settings
 from dspark_ray.preflight.drafter import DrafterShape
 from dspark_ray.preflight.memory import GIB, MemoryPlan
 from dspark_ray.preflight.problem import Problem
@@ -302,6 +305,15 @@ def quantization_is_the_engines(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def adapters_can_be_served(facts: Facts) -> Iterator[Problem]:
+    lora = facts.config.lora
+    for adapter in lora.adapters:
+        try:
+            read_settings(Path(adapter.path), lora.max_rank)
+        except CheckpointError as error:
+            yield Problem(f"lora.adapters.{adapter.name}", str(error), "correct it, or leave it out")
+
+
 def scheduler_reaches_the_engine(facts: Facts) -> Iterator[Problem]:
     """Plans reach vLLM where it chooses budgets itself, and say nothing of which tokens fill them."""
     config = facts.config
@@ -338,6 +350,7 @@ RULES: tuple[Rule, ...] = (
     ranks_fit_the_nodes,
     memory_suffices,
     quantization_is_the_engines,
+    adapters_can_be_served,
     scheduler_reaches_the_engine,
 )
 

@@ -10,14 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import zmq
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig
-from dspark_ray.core.types import EngineStats, StepPlan
+from dspark_ray.core.errors import DsparkError
+from dspark_ray.core.types import AdapterRef, EngineStats, StepPlan
 from dspark_ray.runtime.engine_loop import EngineLoop, StepEngine
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.messages import ApplyPlan, encode
@@ -35,6 +36,16 @@ CONCURRENCY_GROUPS = {CONTROL: 2}
 _PLANS_ADDRESS = "inproc://plans"
 
 
+class AdapterHolder(Protocol):
+    """The LoRA adapters of an engine; called from any thread."""
+
+    def load(self, ref: AdapterRef) -> None:
+        """Reads it if it is not held. Raises `RequestError`."""
+        ...
+
+    def forget(self, digest: str) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
     """What an engine factory gives back."""
@@ -43,6 +54,7 @@ class LoadedEngine:
     canary_prompt: tuple[int, ...]  # a short prompt that any healthy engine can continue
     close: Callable[[], None] = lambda: None  # ends what the engine has started outside this process
     prepare: PrepareRequest | None = None  # slow work of a request, for a thread beside the step loop
+    adapters: "AdapterHolder | None" = None  # where it serves any
 
 
 EngineFactory = Callable[[AppConfig, str], LoadedEngine]
@@ -73,6 +85,7 @@ class EngineActor:
         self._clock = SystemClock()
         self._loop: EngineLoop | None = None
         self._close_engine: Callable[[], None] = lambda: None
+        self._adapters: AdapterHolder | None = None
         self._plans: PlanClient | None = None
         self._send_plan: Callable[[StepPlan], None] | None = None
         self._ready = False
@@ -83,6 +96,7 @@ class EngineActor:
         find_or_start_scheduler(self._app_name, self._config.scheduler)  # its process starts meanwhile
         loaded = self._factory(self._config, self._replica_id)
         self._close_engine = loaded.close
+        self._adapters = loaded.adapters
         context = zmq.Context()
         inbox = bind_inbox(context, ray.util.get_node_ip_address())
         inbox.socket.bind(_PLANS_ADDRESS)
@@ -134,6 +148,21 @@ class EngineActor:
         """A plan that the scheduler pushes between reports."""
         if self._send_plan is not None:
             self._send_plan(plan)
+
+    @ray.method(concurrency_group=CONTROL)
+    def load_adapter(self, adapter: AdapterRef) -> DsparkError | None:
+        """Reads it, beside the loop, unless the engine is still loading; the error if it cannot be served."""
+        try:
+            if self._adapters is not None:
+                self._adapters.load(adapter)
+        except DsparkError as error:
+            return error
+        return None
+
+    @ray.method(concurrency_group=CONTROL)
+    def unload_adapter(self, adapter: AdapterRef) -> None:
+        if self._adapters is not None:
+            self._adapters.forget(adapter.digest)
 
     @ray.method(concurrency_group=CONTROL)
     def turn_age_ms(self) -> float:

@@ -23,6 +23,7 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     import torch
 
     from dspark_ray.models.fetch import resolve_model, with_local_drafter
+    from dspark_ray.models.targets.lora_checkpoint import adapter_ref
     from dspark_ray.profiling.cache import build_profiled_engine
 
     torch.set_num_threads(num_threads)
@@ -30,8 +31,9 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     logger.info("loading %s from %s with %d threads", config.model.id, model_dir, num_threads)
     config = with_local_drafter(config)
     engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id)
-    assert engine.grammars is not None
-    return LoadedEngine(engine, _canary_prompt(model_dir), prepare=engine.grammars.slow_work)
+    for adapter in config.lora.adapters[: config.lora.max_loaded]:
+        engine.adapters.load(adapter_ref(adapter.name, Path(adapter.path)))
+    return LoadedEngine(engine, _canary_prompt(model_dir), prepare=engine.slow_work, adapters=engine.adapters)
 
 
 def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:

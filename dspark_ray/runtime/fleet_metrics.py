@@ -6,16 +6,19 @@ import logging
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from dspark_ray.core.clock import Clock, SystemClock
-from dspark_ray.core.types import EngineStats
+from dspark_ray.core.errors import EngineDeadError
+from dspark_ray.core.types import AdapterRef, EngineStats
 from dspark_ray.observability.fleet_page import FleetCounters, fleet_page
 from dspark_ray.runtime.names import NAMESPACE, engine_prefix
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
+ADAPTER_TIMEOUT_S = 60.0
 FRESH_MS = 200.0  # answers are shared by all who ask within this time
 
 
@@ -49,6 +52,25 @@ class EngineFleet:
         """The Prometheus page; counters of engines that died stay in the sums."""
         stats = await self.stats()
         return fleet_page(stats, self._counters.update(stats)).encode()
+
+    async def load_adapter(self, adapter: AdapterRef) -> int:
+        """How many engines have read it. Raises the error of one that cannot, or `EngineDeadError` for one
+        that does not answer."""
+        await self._refresh()
+        calls = [handle.load_adapter.remote(adapter) for handle in self._handles.values()]
+        try:
+            answers = await asyncio.wait_for(asyncio.gather(*calls), ADAPTER_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            raise EngineDeadError(f"a replica did not load {adapter.name!r}: try again") from error
+        for answer in answers:
+            if answer is not None:
+                raise answer
+        return len(calls)
+
+    async def unload_adapter(self, adapter: AdapterRef) -> None:
+        """Frees what engines hold of it; one that does not hear it evicts it as the least used."""
+        for handle in self._handles.values():
+            handle.unload_adapter.remote(adapter)
 
     async def watch(self, period_s: float) -> None:
         """Asks now and then, forever: what an engine counted must be known before it dies."""

@@ -20,6 +20,7 @@ from ray.util import list_named_actors
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import SchedulerConfig
 from dspark_ray.core.types import SurvivalReport
+from dspark_ray.runtime.adapter_directory import AdapterDirectory
 from dspark_ray.runtime.fleet_scheduler import FleetScheduler, PlanReply
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.names import (
@@ -93,6 +94,7 @@ class SchedulerActor:
                 num_missing += 1
                 num_hurried = max(num_hurried, LOOKS_BEFORE_END)
         logger.info("application %s is gone: its scheduler ends", self._app_name)
+        AdapterDirectory(self._app_name).clear()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 

@@ -12,7 +12,7 @@ beginning: always taking the best of all would send every request of that time t
 import hashlib
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ class RoutedRequest:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     session_key: str = ""
+    adapter: str = ""  # digest: requests of two adapters share no cached beginning
 
     @property
     def expected_tokens(self) -> int:
@@ -74,7 +75,7 @@ class Affinity:
     def cached_tokens(self, request: RoutedRequest) -> dict[str, int]:
         """Tokens of the prompt that replicas should have, by replica; those without any are left out."""
         found: dict[str, int] = {}
-        for number, digest in enumerate(_digests(request.prompt_token_ids), start=1):
+        for number, digest in enumerate(_digests(request), start=1):
             replica = self._chunks.get(digest)
             if replica is None:
                 break
@@ -87,7 +88,7 @@ class Affinity:
 
     def note(self, request: RoutedRequest, replica: str) -> None:
         """`request` was sent to `replica`."""
-        for digest in _digests(request.prompt_token_ids):
+        for digest in _digests(request):
             _remember(self._chunks, digest, replica, self._max_known)
         if request.session_key:
             known = (replica, len(request.prompt_token_ids))
@@ -120,9 +121,10 @@ def rank(
     return chosen + [name for name in order if name not in chosen]
 
 
-def _digests(token_ids: Sequence[int]) -> list[bytes]:
-    """One digest per beginning of the prompt, each over all tokens before it."""
-    hasher, digests = hashlib.blake2b(digest_size=16), []
+def _digests(request: RoutedRequest) -> list[bytes]:
+    """One digest per beginning of the prompt, each over the adapter and all tokens before it."""
+    token_ids = request.prompt_token_ids
+    hasher, digests = hashlib.blake2b(request.adapter.encode(), digest_size=16), []
     for start in range(0, min(len(token_ids) // CHUNK_TOKENS, MAX_CHUNKS) * CHUNK_TOKENS, CHUNK_TOKENS):
         hasher.update(np.asarray(token_ids[start : start + CHUNK_TOKENS], dtype=np.int64).tobytes())
         digests.append(hasher.digest())

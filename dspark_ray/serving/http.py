@@ -13,12 +13,21 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from dspark_ray.core.config import AppConfig
-from dspark_ray.core.errors import DsparkError, RequestError
+from dspark_ray.core.errors import DsparkError
 from dspark_ray.core.types import EngineStats
 from dspark_ray.serving import responses
+from dspark_ray.serving.adapters import AdapterBook, LoadAdapter, UnloadAdapter
+from dspark_ray.serving.body import validate
 from dspark_ray.serving.errors import error_body, http_error
 from dspark_ray.serving.json_body import parse_object, read_body
-from dspark_ray.serving.parsing import Job, ServedModel, parse_chat, parse_completion, parse_response
+from dspark_ray.serving.parsing import (
+    Job,
+    ServedModel,
+    find_adapter,
+    parse_chat,
+    parse_completion,
+    parse_response,
+)
 from dspark_ray.serving.request_id import RequestIds, request_id_of
 from dspark_ray.serving.service import CompletionService, EventStream
 from dspark_ray.serving.status import Readiness, status_body
@@ -46,15 +55,22 @@ class Fleet(Protocol):
 
 
 def build_api(
-    config: AppConfig, service: CompletionService, model: ServedModel, fleet: Fleet, versions: dict[str, str]
+    config: AppConfig,
+    service: CompletionService,
+    model: ServedModel,
+    adapters: AdapterBook,
+    fleet: Fleet,
+    versions: dict[str, str],
 ) -> FastAPI:
     """The whole HTTP surface of one application."""
     api = FastAPI(title="dspark-ray", version=versions.get("dspark_ray", ""))
     _add_error_handlers(api)
     api.add_middleware(RequestIds)
-    _add_generation(api, service, model)
-    _add_tokenization(api, model)
-    _add_models(api, model)
+    _add_generation(api, service, model, adapters)
+    _add_tokenization(api, model, adapters)
+    _add_models(api, model, adapters)
+    if adapters.loads_at_run_time:
+        _add_adapter_loading(api, model, adapters)
     _add_operations(api, config, fleet, versions)
     add_ui(api)
     return api
@@ -68,9 +84,18 @@ async def _json_object(request: Request) -> dict[str, Any]:
     return parse_object(body)
 
 
-def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel) -> None:
+async def _job_body(request: Request, adapters: AdapterBook) -> dict[str, Any]:
+    """The body, with the model that it names looked up."""
+    body = await _json_object(request)
+    await adapters.look_up(body.get("model"))
+    return body
+
+
+def _add_generation(
+    api: FastAPI, service: CompletionService, model: ServedModel, adapters: AdapterBook
+) -> None:
     async def respond(request: Request, parse: ParseJob) -> Response:
-        body = await _json_object(request)
+        body = await _job_body(request, adapters)
         # Templates and tokenisation of a long prompt take long enough to stall every other stream.
         job = await asyncio.to_thread(parse, body, model, request_id_of(request))
         if job.stream:
@@ -90,29 +115,45 @@ def _add_generation(api: FastAPI, service: CompletionService, model: ServedModel
         return await respond(request, parse_response)
 
 
-def _add_tokenization(api: FastAPI, model: ServedModel) -> None:
+def _add_tokenization(api: FastAPI, model: ServedModel, adapters: AdapterBook) -> None:
     @api.post("/tokenize")
     async def tokenize_prompt(request: Request) -> dict[str, Any]:
-        return await asyncio.to_thread(tokenize, await _json_object(request), model)
+        return await asyncio.to_thread(tokenize, await _job_body(request, adapters), model)
 
     @api.post("/detokenize")
     async def detokenize_tokens(request: Request) -> dict[str, Any]:
-        return await asyncio.to_thread(detokenize, await _json_object(request), model)
+        return await asyncio.to_thread(detokenize, await _job_body(request, adapters), model)
 
 
-def _add_models(api: FastAPI, model: ServedModel) -> None:
+def _add_models(api: FastAPI, model: ServedModel, adapters: AdapterBook) -> None:
     created = int(time.time())
 
     @api.get("/v1/models")
     async def list_models() -> dict[str, Any]:
-        return responses.models_body(model.id, created, model.max_model_len)
+        await adapters.refresh()
+        served = [None, *adapters.known.values()]
+        return {"object": "list", "data": [responses.model_body(model, created, one) for one in served]}
 
     @api.get("/v1/models/{model_id:path}")
     async def retrieve_model(model_id: str) -> dict[str, Any]:
-        if model_id != model.id:
-            message = f"the model {model_id[:128]!r} does not exist; this server has {model.id!r}"
-            raise RequestError(message, param="model", status=404, code="model_not_found")
-        return responses.model_body(model.id, created, model.max_model_len)
+        await adapters.look_up(model_id)
+        adapter = None if model_id == model.id else find_adapter(model_id, model)
+        return responses.model_body(model, created, adapter)
+
+
+def _add_adapter_loading(api: FastAPI, model: ServedModel, adapters: AdapterBook) -> None:
+    @api.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(request: Request) -> dict[str, Any]:
+        """`replicas`: the engines that hold it now; any other reads it at its first request."""
+        fields = validate(LoadAdapter, await _json_object(request))
+        adapter, num_replicas = await adapters.load(fields.lora_name, fields.lora_path)
+        return {**responses.model_body(model, int(time.time()), adapter), "replicas": num_replicas}
+
+    @api.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(request: Request) -> dict[str, Any]:
+        fields = validate(UnloadAdapter, await _json_object(request))
+        adapter = await adapters.unload(fields.lora_name)
+        return {"id": adapter.name, "object": "model", "deleted": True}
 
 
 def _add_operations(api: FastAPI, config: AppConfig, fleet: Fleet, versions: dict[str, str]) -> None:

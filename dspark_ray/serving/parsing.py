@@ -2,13 +2,22 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import RequestError
-from dspark_ray.core.types import CompiledGrammar, Priority, Request, SamplingParams, ServiceTier, TextOptions
+from dspark_ray.core.types import (
+    AdapterRef,
+    CompiledGrammar,
+    Priority,
+    Request,
+    SamplingParams,
+    ServiceTier,
+    TextOptions,
+)
+from dspark_ray.serving.adapters import AdapterBook
 from dspark_ray.serving.answer import PLAIN_TEXT, AnswerShape
 from dspark_ray.serving.constraints import Format, structural_tag
 from dspark_ray.serving.messages import for_template
@@ -49,9 +58,10 @@ class ServedModel:
     thinks: bool = False  # it may write its thoughts before its answer
     speculation_control: bool = True  # requests may say how much of them is drafted
     control_tokens: bool = False  # those that messages write are the model's, not text
+    adapters: Callable[[], Mapping[str, AdapterRef]] = dict  # other names for it, and what each adds
 
 
-def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
+def served_model(config: AppConfig, tokenizer: Tokenizer, adapters: AdapterBook | None = None) -> ServedModel:
     """What `config` serves; `auto` keys are decided by the chat template."""
     serving, template = config.serving, tokenizer.chat_template
     tool_format = TOOL_FORMATS.get(serving.tool_format) or format_of_template(template)
@@ -64,6 +74,7 @@ def served_model(config: AppConfig, tokenizer: Tokenizer) -> ServedModel:
         thinks,
         serving.speculation_control,
         serving.control_tokens_in_messages,
+        dict if adapters is None else lambda: adapters.known,
     )
 
 
@@ -104,13 +115,13 @@ class Job:
 
 def parse_chat(body: dict[str, Any], model: ServedModel, request_id: str | None = None) -> Job:
     """`POST /v1/chat/completions`. Raises `RequestError`; may take long for long texts."""
-    check_model(body, model)
+    adapter = check_model(body, model)
     fields = parse_body(ChatCompletionRequest, body)
     constraint = _chat_constraint(fields, model.tool_format)
     prompt = chat_prompt(fields, model)
     reasoning = reasoning_at(prompt.text, thinks=model.thinks)
     limit = _token_limit(prompt.token_ids, fields.token_limit, model, "messages")
-    job = _job(fields, [prompt.token_ids], [limit], model, request_id, chat=True)
+    job = _job(fields, [prompt.token_ids], [limit], model, adapter, request_id, chat=True)
     shape = AnswerShape(
         reasoning=reasoning,
         tool_format=model.tool_format if fields.tools_offered else None,
@@ -187,12 +198,12 @@ def _tag(fields: GenerationFields, constraint: Format | None, reasoning: Reasoni
 
 def parse_completion(body: dict[str, Any], model: ServedModel, request_id: str | None = None) -> Job:
     """`POST /v1/completions`. Raises `RequestError`; may take long for long texts."""
-    check_model(body, model)
+    adapter = check_model(body, model)
     fields = parse_body(CompletionRequest, body)
     texts = fields.prompts()
     prompts = [_prompt_token_ids(prompt, model) for prompt in texts]
     limits = [_token_limit(prompt, fields.token_limit, model, "prompt") for prompt in prompts]
-    job = _job(fields, prompts, limits, model, request_id, chat=False)
+    job = _job(fields, prompts, limits, model, adapter, request_id, chat=False)
     constraint = _tag(fields, fields.constraint(), Reasoning.NONE)
     if not fields.echo:
         return replace(job, constraint=constraint)
@@ -203,16 +214,25 @@ def parse_completion(body: dict[str, Any], model: ServedModel, request_id: str |
     return replace(job, constraint=constraint, echo=tuple(echo), echo_only=fields.max_tokens == 0)
 
 
-def check_model(body: dict[str, Any], model: ServedModel) -> None:
-    """Before anything else, so that a wrong model is not reported as a wrong parameter."""
+def check_model(body: dict[str, Any], model: ServedModel) -> AdapterRef | None:
+    """The adapter that a request names. Before anything else, so that a wrong model is not reported as a
+    wrong parameter."""
     name = body.get("model")
-    if isinstance(name, str) and name != model.id:
+    return find_adapter(name, model) if isinstance(name, str) and name != model.id else None
+
+
+def find_adapter(name: str, model: ServedModel) -> AdapterRef:
+    """Raises `RequestError` (404) if there is none."""
+    adapters = model.adapters()
+    if name not in adapters:
+        served = ", ".join(repr(one) for one in (model.id, *adapters))
         raise RequestError(
-            f"the model {name[:128]!r} does not exist; this server has {model.id!r}",
+            f"the model {name[:128]!r} does not exist; this server has {served[:512]}",
             param="model",
             status=404,
             code="model_not_found",
         )
+    return adapters[name]
 
 
 def _prompt_token_ids(prompt: str | list[int], model: ServedModel) -> list[int]:
@@ -254,6 +274,7 @@ def _job(
     prompts: Sequence[list[int]],
     limits: Sequence[int],
     model: ServedModel,
+    adapter: AdapterRef | None,
     request_id: str | None,
     *,
     chat: bool,
@@ -278,12 +299,13 @@ def _job(
                     priority=_priority(fields),
                     session_key=fields.prompt_cache_key,
                     speculation_details=fields.speculation_details,
+                    adapter=adapter,
                 )
             )
     return Job(
         id=("chatcmpl-" if chat else "cmpl-") + (request_id or engine_id),
         created=int(time.time()),
-        model=model.id,
+        model=model.id if adapter is None else adapter.name,
         chat=chat,
         requests=tuple(requests),
         text=TextOptions(

@@ -4,10 +4,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dspark_ray.core.types import FinishReason, RequestUsage
+from dspark_ray.core.types import AdapterRef, FinishReason, RequestUsage
 from dspark_ray.serving.answer import Answer, AnswerDelta, ChoiceEvent
 from dspark_ray.serving.logprobs import ShownToken, chat_logprobs, completion_logprobs
-from dspark_ray.serving.parsing import Job
+from dspark_ray.serving.parsing import Job, ServedModel
 from dspark_ray.serving.tool_calls import CallDelta
 
 DONE = b"data: [DONE]\n\n"
@@ -131,19 +131,15 @@ def usage_chunk(job: Job, usage: dict[str, Any]) -> dict[str, Any]:
     return {**_head(job, _chunk_kind(job)), "choices": [], "usage": usage}
 
 
-def models_body(model_id: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """`GET /v1/models`."""
-    return {"object": "list", "data": [model_body(model_id, created, max_model_len)]}
-
-
-def model_body(model_id: str, created: int, max_model_len: int) -> dict[str, Any]:
-    """`GET /v1/models/{id}`."""
+def model_body(model: ServedModel, created: int, adapter: AdapterRef | None = None) -> dict[str, Any]:
+    """`GET /v1/models/{id}`. An adapter is a model whose parent is the one it changes, as in vLLM."""
     return {
-        "id": model_id,
+        "id": model.id if adapter is None else adapter.name,
         "object": "model",
         "created": created,
         "owned_by": "dspark-ray",
-        "max_model_len": max_model_len,
+        "parent": None if adapter is None else model.id,
+        "max_model_len": model.max_model_len,
     }
 
 

@@ -1,76 +1,21 @@
 """LoRA adapters: what one writes is what a model with the adapter merged into its weights writes."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
 
 from dspark_ray.core.errors import QueueFullError, RequestError
 from dspark_ray.core.types import AdapterRef, Request
 from dspark_ray.engine.engine import Engine
-from dspark_ray.models.targets.lora_checkpoint import adapter_ref
 from tests import tiny_engine as tiny
+from tests import tiny_lora
 from tests.tiny_engine import collect, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_lora import ADAPTERS, MODULES, adapter_tensors, merged_deltas, write_adapter
 
 VOCAB = 24
-MODULES = {
-    "self_attn.q_proj": (tiny.HEADS * tiny.HEAD_DIM, tiny.HIDDEN),
-    "self_attn.k_proj": (tiny.KV_HEADS * tiny.HEAD_DIM, tiny.HIDDEN),
-    "self_attn.v_proj": (tiny.KV_HEADS * tiny.HEAD_DIM, tiny.HIDDEN),
-    "self_attn.o_proj": (tiny.HIDDEN, tiny.HEADS * tiny.HEAD_DIM),
-    "mlp.gate_proj": (tiny.INNER, tiny.HIDDEN),
-    "mlp.up_proj": (tiny.INNER, tiny.HIDDEN),
-    "mlp.down_proj": (tiny.HIDDEN, tiny.INNER),
-}
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "all": {"modules": list(MODULES), "r": 4, "lora_alpha": 8},
-    "attention": {"modules": ["self_attn.q_proj", "self_attn.v_proj"], "r": 3, "lora_alpha": 6},
-    "rslora": {"modules": ["self_attn.k_proj", "mlp.down_proj"], "r": 9, "lora_alpha": 6, "use_rslora": True},
-    "last layer": {"modules": ["self_attn.o_proj", "mlp.up_proj"], "r": 2, "lora_alpha": 4, "layers": [2]},
-}
-"""Ranks odd and even, parts of fused matrices, and a layer alone."""
-
-
-def adapter_tensors(name: str) -> dict[str, Tensor]:
-    """PEFT's names → A and B, neither of them zero."""
-    spec = ADAPTERS[name]
-    generator = torch.Generator().manual_seed(list(ADAPTERS).index(name))
-    tensors = {}
-    for layer in spec.get("layers", range(tiny.LAYERS)):
-        for module in spec["modules"]:
-            out, size = MODULES[module]
-            key = f"base_model.model.model.layers.{layer}.{module}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(spec["r"], size, generator=generator) * 0.2
-            tensors[f"{key}.lora_B.weight"] = torch.randn(out, spec["r"], generator=generator) * 0.2
-    return tensors
-
-
-def write_adapter(
-    path: Path, name: str, tensors: dict[str, Tensor] | None = None, **config: Any
-) -> AdapterRef:
-    path.mkdir(parents=True, exist_ok=True)
-    spec = {key: value for key, value in ADAPTERS[name].items() if key not in ("modules", "layers")}
-    settings = {"peft_type": "LORA", "bias": "none", "lora_dropout": 0.1, "modules_to_save": None}
-    (path / "adapter_config.json").write_text(json.dumps({**settings, **spec, **config}))
-    save_file(adapter_tensors(name) if tensors is None else tensors, path / "adapter_model.safetensors")
-    return adapter_ref(name, path)
-
-
-def merged_deltas(name: str) -> dict[str, Tensor]:
-    """What the adapter adds to each of the model's tensors, by the definition."""
-    spec, tensors = ADAPTERS[name], adapter_tensors(name)
-    scaling = spec["lora_alpha"] / (spec["r"] ** 0.5 if spec.get("use_rslora") else spec["r"])
-    return {
-        a_name.removeprefix("base_model.model.").replace("lora_A.", ""): scaling
-        * (tensors[a_name.replace("lora_A", "lora_B")] @ a)
-        for a_name, a in tensors.items()
-        if "lora_A" in a_name
-    }
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +30,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def requests(adapters: dict[str, AdapterRef], names: list[str | None] | None = None) -> list[Request]:
-    """Three prompts of each adapter and of the model itself, the same ones for all: only the adapter differs."""
+    """Three prompts of each adapter and of the model itself: only the adapter differs."""
     prompts = [tuple((5 * i + 3 * j) % VOCAB for j in range(11 + 9 * i)) for i in range(3)]
     sampling: list[dict[str, Any]] = [
         {"temperature": 0.0},
@@ -260,7 +205,7 @@ def test_a_bf16_row_does_not_depend_on_the_adapters_beside_it(
         "self_attn.k_proj": (32, 32),
         "self_attn.v_proj": (32, 32),
     }
-    monkeypatch.setitem(globals(), "MODULES", {**shapes, "self_attn.o_proj": (32, 64)})
+    monkeypatch.setattr(tiny_lora, "MODULES", {**shapes, "self_attn.o_proj": (32, 64)})
     wide = {name: write_adapter(tmp_path / name, name) for name in ("all", "attention", "rslora")}
     target = tiny_decoder(VOCAB, dtype=torch.bfloat16)
     checkpoint = tiny_drafter_dir(tmp_path / "drafter", VOCAB, draft_vocab=None)

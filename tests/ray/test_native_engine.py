@@ -11,19 +11,25 @@ from ray import serve
 from deployments.app import build_app
 from dspark_ray.core.config import parse_app_config
 from tests.ray.conftest import Fleet, eventually
+from tests.tiny_lora import adapter_tensors, write_adapter
 
+ATTENTION = {"self_attn.q_proj": (64, 64), "self_attn.v_proj": (32, 64)}  # of tests.tiny's models
 APP = "native"
 PROMPT = "ab" * 20
 CAP = 100.0
 
 
 @pytest.fixture(scope="module")
-def native(cluster: str, model_dir: Path) -> Iterator[Fleet]:
+def native(cluster: str, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    store = tmp_path_factory.mktemp("lora")
+    write_adapter(store / "sql", "attention", adapter_tensors("attention", ATTENTION))
+    write_adapter(store / "other", "attention")  # for a target of other shapes
     config = parse_app_config(
         {
             "model": {"id": "tiny", "source": str(model_dir), "dtype": "float32", "max_model_len": 512},
             "engine": {"num_threads": 1, "kv_num_blocks": 256, "max_step_rows": 128},
             "speculation": {"drafter": {"kind": "ngram"}, "mode": "fixed"},
+            "lora": {"load_from": str(store)},
             "scheduler": {"policy": "shared_cap", "cap_draft_tokens_per_s": CAP},
         }
     )
@@ -79,3 +85,25 @@ def test_a_grammar_travels_from_the_ingress_to_the_engine(native: Fleet) -> None
     body = {"model": "tiny", "prompt": PROMPT, "guided_grammar": "root ::= x"}
     refused = native.client.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_grammar")
+
+
+def test_an_adapter_is_loaded_used_and_unloaded_at_run_time(native: Fleet) -> None:
+    def post(route: str, **body: str) -> tuple[int, dict]:
+        response = native.client.post(f"/v1/{route}_lora_adapter", json=body)
+        return response.status_code, response.json()
+
+    status, body = post("load", lora_name="other", lora_path="other")
+    assert (status, body["error"]["code"]) == (
+        400,
+        "invalid_adapter",
+    )  # by the engine, by its shapes
+    status, body = post("load", lora_name="sql", lora_path="sql")
+    assert (status, body["parent"], body["replicas"]) == (200, "tiny", 1)
+    adapted = _complete(native, model="sql", max_tokens=30)
+    assert adapted["model"] == "sql"
+    assert adapted["choices"][0]["text"] != _complete(native, max_tokens=30)["choices"][0]["text"]
+    models = [model["id"] for model in native.client.get("/v1/models").json()["data"]]
+    assert models == ["tiny", "sql"]
+    assert post("unload", lora_name="sql")[0] == 200
+    gone = native.client.post("/v1/completions", json={"model": "sql", "prompt": PROMPT})
+    assert gone.status_code == 404

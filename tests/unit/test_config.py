@@ -56,6 +56,9 @@ def test_defaults_need_no_keys() -> None:
         ({"scheduler": {"report_interval_ms": 1500.0}}, r"plan_ttl_ms \(2000\) must be at least twice"),
         ({"serving": {"num_replicas": "two"}}, "serving.num_replicas"),
         ({"engine": {"kv_num_blocks": 100}}, "args: .* 1600 tokens .* 2048: set kv_num_blocks .* 128, or"),
+        ({"lora": {"adapters": [{"name": "a", "path": "x"}] * 2}}, "two adapters have the same name"),
+        ({"lora": {"adapters": [{"name": "smollm2-135m-instruct", "path": "x"}]}}, "the model's own name"),
+        ({"engine": {"kind": "vllm"}, "lora": {"load_from": "x"}}, "only the native engine serves adapters"),
         ({"engine": {"kind": "vllm"}, "observability": {"record_path": "r"}}, "record_path: only the native"),
     ],
 )

@@ -1,10 +1,10 @@
 """LoRA adapters of the target: several in one batch, beside the model's own fused weights.
 
-A fused matrix (Q, K and V; gate and up) has one low-rank product: the A of its parts lie one below the other,
-B is zero where a part's rank does not belong to its outputs. All adapters of a batch are packed in the same
-way, so a batch takes two products a matrix whatever the number of its adapters or requests; between them, a
-mask keeps the ranks of a row's own adapter. A masked rank is an exact zero in every sum, so a row's result does
-not depend on which adapters lie beside its own.
+A fused matrix (Q, K and V; gate and up) has one low-rank product: the A of its parts lie one below the
+other, B is zero where a part's rank does not belong to its outputs. All adapters of a batch are packed in the
+same way, so a batch takes two products a matrix, whatever the number of its adapters or requests; between
+them, a mask keeps the ranks of a row's own adapter. A masked rank is an exact zero in every sum, so a row's
+result does not depend on which adapters lie beside its own.
 """
 
 from collections.abc import Collection, Sequence
@@ -179,7 +179,7 @@ class AdapterRows:
     masks: dict[str, Tensor]  # by matrix [N, ΣK]: 1 where a rank is of the row's own adapter, else 0
 
     def add(self, layer: int, matrix: str, x: Tensor, out: Tensor) -> Tensor:
-        """`out` [N, out] of the model's own matrix, with what the rows' adapters make of `x` [N, in] added."""
+        """`out` [N, out] of the model's own matrix, and what the rows' adapters make of `x` [N, in]."""
         packed = self.layers[layer].get(matrix)
         if packed is None:
             return out

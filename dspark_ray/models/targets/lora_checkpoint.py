@@ -65,8 +65,8 @@ def read_settings(path: Path, max_rank: int) -> AdapterSettings:
             raise CheckpointError(f"{file}: {name} = {str(value)[:64]} is not supported")
     if raw.get("init_lora_weights") not in _INITIALISATIONS:
         raise CheckpointError(
-            f"{file}: init_lora_weights {raw['init_lora_weights']!r} changes the model's own weights; convert "
-            "the adapter to plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
+            f"{file}: init_lora_weights {raw['init_lora_weights']!r} changes the model's own weights; "
+            "convert the adapter to plain LoRA (PEFT's path_initial_model_for_weight_conversion)"
         )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:

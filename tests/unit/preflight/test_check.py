@@ -13,6 +13,7 @@ from dspark_ray.core.config import load_app_config, parse_app_config, with_absol
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.preflight.check import check_config, require_sound
 from dspark_ray.preflight.sources import SHIPPED
+from tests.tiny_lora import write_adapter
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
@@ -63,6 +64,13 @@ def test_every_shipped_configuration_is_sound(path: Path) -> None:
     assert report.problems == ()
     if config.engine.kind != "timed":  # which loads no model
         assert report.memory is not None, "its shapes must ship, or nothing was checked"
+
+
+def test_adapters_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path, "all", use_dora=True).path)
+    (problem,) = problems({"lora": {"adapters": [{"name": "sql", "path": path}]}})
+    assert "lora.adapters.sql" in problem
+    assert "use_dora = True is not supported" in problem
 
 
 def test_what_the_catalogue_starts_from_is_sound() -> None:
