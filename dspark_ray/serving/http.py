@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from dspark_ray.core.config import AppConfig
-from dspark_ray.core.errors import DsparkError
+from dspark_ray.core.errors import DsparkError, RequestError
 from dspark_ray.core.types import EngineStats
 from dspark_ray.serving import responses
 from dspark_ray.serving.adapters import AdapterBook, LoadAdapter, UnloadAdapter
