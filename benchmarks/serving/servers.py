@@ -1,13 +1,15 @@
 """The servers of a comparison as processes: started, waited for, paused while another is measured, ended."""
 
+import json
 import os
 import shlex
 import signal
+import string
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +22,12 @@ from pydantic import Field
 
 from dspark_ray.core.errors import ConfigError, DsparkError
 from dspark_ray.core.section import Section
+from dspark_ray.profiling.load import find_model
 
 START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
 STOP_TIMEOUT_S = 60.0
+_AT_REST = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+_MADE_LATER = {"PORT", "CONFIG"}
 _SERVE = "from dspark_ray.cli.main import app; app()"  # the installed command, whatever the PATH
 
 
@@ -34,12 +39,18 @@ class System(Section):
     command: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict)
     environment: dict[str, str] = Field(default_factory=dict)
+    model: str | None = None  # in requests; None: the first one that it lists
+    body: dict[str, Any] = Field(default_factory=dict)  # more of each request
+    most_requests: int | None = None  # in flight at once that it can work on together
+    count_texts: bool = False  # its tokens are counted in its texts, since its usage is wrong
+    version: str | None = None  # a command that prints it; None: this project's
 
 
 class Systems(Section):
     """The whole file; see systems.yaml."""
 
     model: str
+    variables: dict[str, str] = Field(default_factory=dict)
     systems: tuple[System, ...]
 
 
@@ -58,6 +69,11 @@ class Server:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.system.port}"
+
+    @property
+    def model(self) -> str:
+        """Its name in requests."""
+        return self.system.model or find_model(self.url)
 
     def wait_until_ready(self) -> None:
         """Returns once a request is answered; `ServerError` with the end of the log otherwise."""
@@ -92,16 +108,33 @@ class Server:
                 continue
         return seconds
 
-    def signal(self, number: signal.Signals) -> None:
+    def memory_mb(self) -> float:
+        """Of all processes; what they share counts once."""
+        total = 0
         for process in self.processes():
-            try:
-                process.send_signal(number)
-            except psutil.NoSuchProcess:
-                continue
+            with suppress(psutil.NoSuchProcess):
+                total += process.memory_full_info().pss
+        return round(total / 2**20)
+
+    def pause(self) -> None:
+        """No process of it runs any more; it keeps its memory."""
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while running := [p for p in self.processes() if _status(p) not in _AT_REST]:
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.system.name}: {running[0]} does not stop")
+            for process in running:
+                with suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """All of them go on."""
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Asks it to end, then makes it."""
-        self.signal(signal.SIGCONT)
+        self.resume()
         remaining = self.processes()
         self.process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -111,35 +144,37 @@ class Server:
                 process.kill()
 
     @classmethod
-    def start(cls, system: System, base: Path, folder: Path, variables: dict[str, str]) -> Self:
+    def start(cls, system: System, base: Path, folder: Path) -> Self:
         """The process, not yet ready."""
         slug = system.name.replace(" ", "-")
         config = folder / f"{slug}.yaml"
         command = _own_command(system, base, config)
         if system.command is not None:
-            text = _filled(system.command, variables).format(port=system.port, config=config)
-            command = shlex.split(text)
+            command = shlex.split(_filled(system.command, {"PORT": str(system.port), "CONFIG": str(config)}))
         log = folder / f"{slug}.log"
-        environment = {**os.environ, **{k: _filled(v, variables) for k, v in system.environment.items()}}
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **system.environment},
+                start_new_session=True,
             )
         return cls(system, process, log)
 
 
 @contextmanager
-def running(systems: list[System], base: Path, variables: dict[str, str]) -> Iterator[list[Server]]:
+def running(systems: Sequence[System], base: Path) -> Iterator[list[Server]]:
     """All systems, ready and paused. They start one after another: two that start together measure badly."""
     servers: list[Server] = []
     with tempfile.TemporaryDirectory(prefix="servers-") as folder:
         try:
             for system in systems:
                 print(f"starting {system.name}", flush=True)
-                server = Server.start(system, base, Path(folder), variables)
+                server = Server.start(system, base, Path(folder))
                 servers.append(server)
                 server.wait_until_ready()
-                server.signal(signal.SIGSTOP)
+                server.pause()
             yield servers
         finally:
             for server in servers:
@@ -149,21 +184,43 @@ def running(systems: list[System], base: Path, variables: dict[str, str]) -> Ite
 @contextmanager
 def awake(server: Server) -> Iterator[None]:
     """Only this server runs; the others hold their memory and nothing else."""
-    server.signal(signal.SIGCONT)
+    server.resume()
     try:
         yield
     finally:
-        server.signal(signal.SIGSTOP)
+        server.pause()
 
 
-def load_systems(path: Path, names: list[str] | None) -> tuple[Path, list[System]]:
-    """The base config and the systems called `names` (all: None); `ConfigError` for an unknown one."""
+def load_systems(
+    path: Path, names: Sequence[str] | None, variables: Mapping[str, str]
+) -> tuple[Path, list[System]]:
+    """The base config and the systems called `names` (all: None), `variables` and the environment filled in.
+
+    One with a variable that nobody has set is left out, with a note. `ConfigError` for an unknown name.
+    """
     file = Systems.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     known = {system.name: system for system in file.systems}
-    unknown = [name for name in names or [] if name not in known]
-    if unknown:
+    if unknown := [name for name in names or [] if name not in known]:
         raise ConfigError(f"{path} has no {', '.join(unknown)}; it has {', '.join(known)}")
-    return Path(file.model), [known[name] for name in names or known]
+    values = {"TRANSFORMERS_VENV": sys.prefix, **file.variables, **os.environ, **variables}
+    chosen = []
+    for name in names or known:
+        text = _filled(known[name].model_dump_json(), {k: json.dumps(v)[1:-1] for k, v in values.items()})
+        missing = sorted(set(string.Template(text).get_identifiers()) - _MADE_LATER)
+        if missing:
+            print(f"left out: {name} ({', '.join(missing)} not set)")
+        else:
+            chosen.append(System.model_validate_json(text))
+    return Path(file.model), chosen
+
+
+def version_of(system: System) -> str | None:
+    """The last line that its version command prints."""
+    if system.version is None:
+        return None
+    done = subprocess.run(shlex.split(system.version), capture_output=True, text=True, check=False)
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return next((line for line in lines if "version" in line), lines[-1] if lines else None)
 
 
 def _own_command(system: System, base: Path, config: Path) -> list[str]:
@@ -183,7 +240,12 @@ def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
             into[key] = value
 
 
-def _filled(text: str, variables: dict[str, str]) -> str:
-    for name, value in variables.items():
-        text = text.replace(f"${name}", value)
-    return text
+def _filled(text: str, variables: Mapping[str, str]) -> str:
+    return string.Template(text).safe_substitute(variables)
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_DEAD

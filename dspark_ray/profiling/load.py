@@ -7,6 +7,7 @@ several, and time per output token is taken over tokens, not events.
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,11 +29,26 @@ class ClientTiming:
     ttft_ms: float  # to the first text
     total_ms: float
     error: str = ""
+    finish_reason: str = ""
+    num_prompt_tokens: int = 0
+    text: str = ""
 
     @property
     def tpot_ms(self) -> float | None:
         """Time per output token after the first text; None for fewer than two tokens."""
         return (self.total_ms - self.ttft_ms) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user calls fast enough."""
+
+    ttft_ms: float
+    tpot_ms: float
+
+    def met_by(self, timing: ClientTiming) -> bool:
+        """Whether a request was answered, soon and quickly; one token has no time per token."""
+        return not timing.error and timing.ttft_ms <= self.ttft_ms and (timing.tpot_ms or 0.0) <= self.tpot_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +58,19 @@ class LoadReport:
     concurrency: int
     wall_s: float
     timings: list[ClientTiming]
+
+    def goodput(self, slo: Slo) -> dict[str, float]:
+        """What counts when only requests within the SLO do."""
+        good = [timing for timing in self.timings if slo.met_by(timing)]
+        return {
+            "goodput_requests_per_s": len(good) / self.wall_s,
+            "goodput_tokens_per_s": sum(timing.num_tokens for timing in good) / self.wall_s,
+            "within_slo": len(good) / max(len(self.timings), 1),
+        }
+
+    def finish_reasons(self) -> dict[str, int]:
+        """How the answers ended."""
+        return dict(Counter(timing.finish_reason for timing in self.timings if not timing.error))
 
     def figures(self) -> dict[str, float | int | None]:
         """What a server is judged by."""
@@ -53,8 +82,11 @@ class LoadReport:
             "errors": len(self.timings) - len(good),
             "output_tokens": sum(timing.num_tokens for timing in good),
             "tokens_per_s": sum(timing.num_tokens for timing in good) / self.wall_s,
+            "user_tokens_per_s": _percentile([1e3 / time_ms for time_ms in tpot if time_ms > 0], 50),
+            "ttft_mean_ms": _mean([timing.ttft_ms for timing in good]),
             "ttft_p50_ms": _percentile([timing.ttft_ms for timing in good], 50),
             "ttft_p99_ms": _percentile([timing.ttft_ms for timing in good], 99),
+            "tpot_mean_ms": _mean(tpot),
             "tpot_p50_ms": _percentile(tpot, 50),
             "tpot_p99_ms": _percentile(tpot, 99),
         }
@@ -77,16 +109,21 @@ def drive(
     concurrency: int,
     max_tokens: int,
     temperature: float = 0.0,
+    fields: Mapping[str, Any] | None = None,
     on_done: Callable[[ClientTiming], None] | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> LoadReport:
-    """Sends every prompt once, `concurrency` at a time. Requests that fail are counted, never retried."""
+    """Sends every prompt once, `concurrency` at a time. Requests that fail are counted, never retried.
+
+    `fields` are added to each body, for what only this server understands.
+    """
     options = {
         "model": model,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **(fields or {}),
     }
 
     async def run() -> LoadReport:
@@ -154,35 +191,62 @@ def drive_open(
 
 
 async def _request(client: httpx.AsyncClient, prompt: RawPrompt, options: dict[str, Any]) -> ClientTiming:
-    """One streamed request from its first byte to [DONE]."""
+    """One streamed request from its first byte to its end."""
     if prompt.messages is not None:
         route, body = "/v1/chat/completions", {**options, "messages": list(prompt.messages)}
     else:
         text = prompt.text if prompt.text is not None else list(prompt.token_ids or ())
         route, body = "/v1/completions", {**options, "prompt": text}
-    started, first, num_tokens, done = time.perf_counter(), None, 0, False
+    answer, started = _Answer(), time.perf_counter()
     try:
         async with client.stream("POST", route, json=body) as response:
             if response.status_code != 200:
                 return _failed(started, f"{response.status_code}: {(await response.aread())[:200]!r}")
             async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:"):
-                    continue
-                if data == "[DONE]":
-                    done = True
+                if line.startswith("data:") and answer.read(line.removeprefix("data:").strip()):
                     break
-                event = json.loads(data)
-                if "error" in event:
-                    return _failed(started, str(event["error"]))
-                first = first or (time.perf_counter() if _text(event) else None)
-                num_tokens = (event.get("usage") or {}).get("completion_tokens", num_tokens)
     except (httpx.HTTPError, ValueError) as error:
         return _failed(started, f"{type(error).__name__}: {error}")
-    if not done:
-        return _failed(started, "the stream ended without [DONE]")
+    if answer.error or not answer.usage:
+        return _failed(started, answer.error or "the server told no usage")
     ended = time.perf_counter()
-    return ClientTiming(num_tokens, 1e3 * ((first or ended) - started), 1e3 * (ended - started))
+    return ClientTiming(
+        num_tokens=answer.usage.get("completion_tokens", 0),
+        ttft_ms=1e3 * ((answer.first or ended) - started),
+        total_ms=1e3 * (ended - started),
+        finish_reason=answer.finish_reason,
+        num_prompt_tokens=answer.usage.get("prompt_tokens", 0),
+        text="".join(answer.parts),
+    )
+
+
+@dataclass(slots=True)
+class _Answer:
+    """A stream as far as it has come. Incomplete is an error until its end is seen."""
+
+    first: float | None = None
+    finish_reason: str = ""
+    usage: dict[str, int] = field(default_factory=dict)
+    parts: list[str] = field(default_factory=list)
+    error: str = "the stream ended without [DONE] or a finish reason"
+
+    def read(self, data: str) -> bool:
+        """One event; True after the last one. Some servers say [DONE], some only give a reason."""
+        if data == "[DONE]":
+            self.error = ""
+            return True
+        event = json.loads(data)
+        if "error" in event:
+            self.error = str(event["error"])
+            return True
+        if text := _text(event):
+            self.first = self.first or time.perf_counter()
+            self.parts.append(text)
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", []):
+            if reason := choice.get("finish_reason"):
+                self.finish_reason, self.error = reason, ""
+        return False
 
 
 def _text(event: dict[str, Any]) -> str:
@@ -196,6 +260,10 @@ def _text(event: dict[str, Any]) -> str:
 def _failed(started: float, error: str) -> ClientTiming:
     elapsed_ms = 1e3 * (time.perf_counter() - started)
     return ClientTiming(0, elapsed_ms, elapsed_ms, error)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
 
 
 def _percentile(values: Sequence[float], percent: float) -> float | None:

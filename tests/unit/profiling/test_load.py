@@ -7,7 +7,15 @@ import pytest
 
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.models.prompts import RawPrompt
-from dspark_ray.profiling.load import Arrival, ClientTiming, LoadReport, drive, drive_open, find_model
+from dspark_ray.profiling.load import (
+    Arrival,
+    ClientTiming,
+    LoadReport,
+    Slo,
+    drive,
+    drive_open,
+    find_model,
+)
 
 PROMPTS = [
     RawPrompt(1, messages=({"role": "user", "content": "hi"},)),
@@ -87,3 +95,31 @@ def test_an_open_loop_sends_each_request_with_its_own_fields() -> None:
     report = drive_open("http://server", "m", arrivals, transport=httpx.MockTransport(handler))
     assert report.figures()["output_tokens"] == 10
     assert [(body["max_tokens"], body.get("service_tier")) for body in bodies] == [(7, None), (9, "flex")]
+
+
+def test_a_finish_reason_ends_a_stream_without_done() -> None:
+    events = [
+        {"choices": [{"text": "a"}], "usage": {"prompt_tokens": 3, "completion_tokens": 1}},
+        {"choices": [{"text": "b", "finish_reason": "length"}], "usage": {"completion_tokens": 2}},
+    ]
+    report = run(lambda request: httpx.Response(200, content=sse(*events)))
+    assert report.figures()["output_tokens"] == 6
+    assert report.finish_reasons() == {"length": 3}
+    assert {timing.text for timing in report.timings} == {"ab"}
+
+
+def test_tokens_that_nobody_counted_are_an_error() -> None:
+    report = run(lambda request: httpx.Response(200, content=b"data: [DONE]\n\n"))
+    assert report.figures()["errors"] == 3
+
+
+def test_goodput_counts_what_was_soon_and_quick_enough() -> None:
+    timings = [
+        ClientTiming(11, 100.0, 1100.0),
+        ClientTiming(11, 300.0, 1300.0),  # late
+        ClientTiming(11, 100.0, 2100.0),  # slow
+        ClientTiming(1, 100.0, 100.0),
+        ClientTiming(0, 10.0, 10.0, "refused"),
+    ]
+    goodput = LoadReport(5, 2.0, timings).goodput(Slo(ttft_ms=200.0, tpot_ms=100.0))
+    assert goodput == {"goodput_requests_per_s": 1.0, "goodput_tokens_per_s": 6.0, "within_slo": 0.4}
