@@ -125,6 +125,11 @@ class Priority:
     level: int = 0  # place in the queue: the lower goes first
     target_tokens_per_s: float | None = None  # wanted speed; None: its tier's
 
+    @property
+    def queue_level(self) -> int:
+        """The lower goes first; a tier is worth one level."""
+        return self.level + 1 - SERVICE_TIERS.index(self.tier)
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
@@ -132,6 +137,7 @@ class CompiledGrammar:
 
     digest: str  # of description and vocabulary
     compiled: str  # xgrammar's serialised form
+    tag: str = ""  # the description, a structural tag: for an engine that compiles it itself
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.types import (
-    SERVICE_TIERS,
     FinishReason,
     FloatArray,
     Request,
@@ -80,9 +79,7 @@ class Sequence:
         """Its place in the queue, the lower first; preempted in reverse. A level is worth a bounded number of
         arrivals, so that whoever waits is overtaken by so many at most.
         """
-        priority = self.request.priority
-        level = priority.level + (1 - SERVICE_TIERS.index(priority.tier))
-        return self.arrival + LEVEL_ARRIVALS * level, self.arrival
+        return self.arrival + LEVEL_ARRIVALS * self.request.priority.queue_level, self.arrival
 
     @property
     def num_prompt_logprobs_missing(self) -> int:

@@ -87,7 +87,7 @@ class GrammarVocabulary:
                 code="invalid_grammar",
             )
         self._try_out(compiled)
-        return CompiledGrammar(self.digest_of(tag), text)
+        return CompiledGrammar(self.digest_of(tag), text, tag)
 
     def load_grammar(self, grammar: CompiledGrammar) -> xgrammar.CompiledGrammar:
         """Raises `RequestError` for one that was compiled for another vocabulary."""

@@ -110,7 +110,7 @@ class GrammarCompiler:
             raise RequestError("the grammar cannot be compiled", code="invalid_grammar")
         if "error" in answer:
             raise RequestError(str(answer["error"]), code="invalid_grammar")
-        return CompiledGrammar(answer["digest"], answer["compiled"])
+        return CompiledGrammar(answer["digest"], answer["compiled"], tag)
 
     async def _started(self) -> asyncio.subprocess.Process:
         """The running worker; raises what keeps it from starting."""

@@ -1,11 +1,12 @@
-"""`AsyncLLM` as `VllmEngine` uses it. The only module that touches vLLM's classes; made for 0.32 and 0.33."""
+"""`AsyncLLM` as `VllmEngine` uses it. With the plugin the only module that touches vLLM's classes; made for
+0.32 and 0.33."""
 
 from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -35,8 +36,9 @@ class _Recorder(StatLoggerBase):
 class AsyncLLMClient:
     """`dspark_ray.vllm_engine.engine.VllmClient`."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, num_draft_tokens: int) -> None:
         self._llm = llm
+        self._num_draft_tokens = num_draft_tokens
         self._reaper = Reaper()
 
     @classmethod
@@ -45,17 +47,30 @@ class AsyncLLMClient:
         llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(**arguments), stat_loggers=[lambda config, index: _Recorder(counters)]
         )
-        return cls(llm)
+        return cls(llm, (arguments["speculative_config"] or {}).get("num_speculative_tokens", 0))
 
     async def add(self, request: Request) -> Any:
         prompt = tokens_input([*request.prompt_token_ids, *request.emitted_token_ids])
-        sampling = SamplingParams(**sampling_arguments(request), output_kind=RequestOutputKind.DELTA)
         return await self._llm.add_request(
-            request.request_id, prompt, sampling, priority=request.priority.level
+            request.request_id, prompt, self._sampling(request), priority=request.priority.queue_level
         )
 
     async def abort(self, collector: Any) -> None:
         await self._llm.abort(collector.request_id, internal=True)
+
+    def _sampling(self, request: Request) -> SamplingParams:
+        grammar, bad_words = request.grammar, request.sampling.bad_words
+        sampling = SamplingParams(
+            **sampling_arguments(request, self._num_draft_tokens),
+            output_kind=RequestOutputKind.DELTA,
+            # vLLM compiles it for its own view of the vocabulary; the ingress has found it harmless.
+            structured_outputs=None
+            if grammar is None
+            else StructuredOutputsParams(structural_tag=grammar.tag),
+        )
+        if bad_words:  # which it takes as texts only, and tokenises
+            sampling._bad_words_token_ids = [list(word) for word in bad_words]
+        return sampling
 
     def as_error(self, error: Exception) -> DsparkError | None:
         match error:

@@ -20,7 +20,6 @@ from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
 from dspark_ray.core.types import (
     EngineStats,
-    FinishReason,
     Request,
     RequestOutput,
     RequestUsage,
@@ -30,13 +29,13 @@ from dspark_ray.core.types import (
 from dspark_ray.scheduling.newest_plan import NewestPlan
 from dspark_ray.vllm_engine.counters import VllmCounters
 from dspark_ray.vllm_engine.link import CoreReport, PlanLink
+from dspark_ray.vllm_engine.outputs import OutputReader
 
 logger = logging.getLogger(__name__)
 
 STEP_WAIT_S = 0.002  # new requests and aborts wait so long for a step that emits nothing
 ADMIT_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 10.0
-_FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT}
 
 T = TypeVar("T")
 
@@ -71,8 +70,8 @@ class _Running:
 
     request: Request
     collector: Any
-    num_new: int = 0  # tokens emitted by this attempt
-    num_cached: int = 0
+    outputs: OutputReader
+    num_emitted: int = 0  # tokens of this attempt that `step` has given out
     reader: "asyncio.Task[None] | None" = None
 
 
@@ -145,7 +144,7 @@ class VllmEngine:
     def usage(self, request_id: str) -> RequestUsage | None:
         """Without drafts: vLLM tells a request's own only when it has finished."""
         running = self._running.get(request_id)
-        return None if running is None else _usage(running)
+        return None if running is None else running.outputs.usage(running.num_emitted)
 
     def has_work(self) -> bool:
         return bool(self._running) or self._client.errored
@@ -237,6 +236,7 @@ class VllmEngine:
         running = self._running.get(output.request_id)
         if running is None:
             return False
+        running.num_emitted += len(output.token_ids)
         if output.finish_reason is not None:
             del self._running[output.request_id]
             self._num_finished += 1
@@ -259,7 +259,7 @@ class VllmEngine:
     # -- the event loop's thread ---------------------------------------------------------------------
 
     async def _admit(self, request: Request) -> _Running:
-        running = _Running(request, await self._client.add(request))
+        running = _Running(request, await self._client.add(request), OutputReader(request))
         running.reader = asyncio.create_task(self._read(running))
         return running
 
@@ -284,11 +284,11 @@ class VllmEngine:
                 if self._client.errored:
                     return  # `step` raises
                 logger.exception("vLLM failed on %s", running.request.request_id)
-                self._emit(_failure(running, error))
+                self._emit(running.outputs.failed(error))
                 return
-            converted = _convert(running, output)
-            self._emit(converted)
-            if converted.finish_reason is not None:
+            read = running.outputs.read(output)
+            self._emit(read)
+            if read.finish_reason is not None:
                 return
 
     def _emit(self, output: RequestOutput) -> None:
@@ -300,40 +300,3 @@ class VllmEngine:
     def _flush(self) -> None:
         self._batches.put(self._outputs)
         self._outputs = []
-
-
-def _convert(running: _Running, output: Any) -> RequestOutput:
-    """vLLM's `RequestOutput` with the tokens since the last one."""
-    completion = output.outputs[0]
-    token_ids = tuple(completion.token_ids)
-    running.num_new += len(token_ids)
-    running.num_cached = output.num_cached_tokens or running.num_cached
-    request_id = running.request.request_id
-    if completion.finish_reason is None:
-        return RequestOutput(request_id, token_ids)
-    reason = _FINISH_REASONS.get(completion.finish_reason, FinishReason.ERROR)
-    error = f"vLLM ended it: {completion.finish_reason}" if reason is FinishReason.ERROR else ""
-    usage = _usage(running, completion.spec_decode_metrics)
-    return RequestOutput(request_id, token_ids, reason, usage, error)
-
-
-def _usage(running: _Running, drafts: Any = None) -> RequestUsage:
-    """drafts: vLLM's `RequestSpecDecodeMetrics`; its histogram counts steps by tokens accepted."""
-    request = running.request
-    num_drafted = accepted = 0
-    if drafts is not None:
-        num_drafted = drafts.num_draft_tokens
-        accepted = sum(tokens * steps for tokens, steps in enumerate(drafts.histogram))
-    return RequestUsage(
-        prompt_tokens=len(request.prompt_token_ids),
-        cached_tokens=min(running.num_cached, len(request.prompt_token_ids)),
-        completion_tokens=len(request.emitted_token_ids) + running.num_new,
-        drafted_tokens=num_drafted,
-        verified_tokens=num_drafted,
-        accepted_tokens=accepted,
-    )
-
-
-def _failure(running: _Running, error: Exception) -> RequestOutput:
-    reason = f"vLLM failed on it: {type(error).__name__}: {error}"
-    return RequestOutput(running.request.request_id, (), FinishReason.ERROR, _usage(running), reason)

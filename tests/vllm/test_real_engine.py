@@ -1,19 +1,33 @@
-"""The real vLLM behind the adapter, with a tiny random model: it speculates, counts, aborts and dies."""
+"""The real vLLM behind the adapter, with a tiny random model: it speculates, counts, follows grammars, tells
+log-probabilities, aborts and dies; all of it with this program's plugin in its core.
+"""
 
+import json
+import math
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from dspark_ray.core.config import parse_app_config
 from dspark_ray.core.errors import EngineDeadError, RequestError
-from dspark_ray.core.types import FinishReason, Request, RequestOutput, SamplingParams
+from dspark_ray.core.types import FinishReason, Request, RequestOutput, SamplingParams, StepPlan
+from dspark_ray.models.grammar import GrammarVocabulary
+from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.runtime.engine_factory import vllm_engine
+from dspark_ray.vllm_engine.link import PlanLink
 from tests.tiny import tiny_chat_model_dir
+from tests.vllm.conftest import entry_point_dir
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -21,9 +35,21 @@ PROMPT = (5, 6, 7, 8) * 6
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # vLLM's CPU attention knows no smaller heads.
-    source = tiny_chat_model_dir(tmp_path_factory.mktemp("model"), head_dim=32)
+    return tiny_chat_model_dir(tmp_path_factory.mktemp("model"), head_dim=32)
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[PlanLink]:
+    """Where vLLM's processes find plans. On a CPU no engine has one, for vLLM chooses no budgets there."""
+    link = PlanLink("tcp://127.0.0.1")
+    yield link
+    link.close()
+
+
+@pytest.fixture(scope="module")
+def loaded(source: Path, plans: PlanLink, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     config = parse_app_config(
         {
             "model": {"source": str(source), "dtype": "float32", "max_model_len": 256},
@@ -33,7 +59,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             "vllm": {"device": "cpu", "engine_args": {"enforce_eager": True}},
         }
     )
-    loaded = vllm_engine(config, "engine")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(entry_point_dir(tmp_path_factory.mktemp("plugin")))
+        for name, value in plans.addresses.environment().items():
+            patch.setenv(name, value)
+        loaded = vllm_engine(config, "engine")
     yield loaded
     loaded.close()
     assert not _cores(), "vLLM's processes outlive the engine"
@@ -56,7 +86,12 @@ def _run(engine: Any, *requests: Request) -> dict[str, tuple[list[int], RequestO
 
 def _cores() -> list[psutil.Process]:
     children = psutil.Process().children(recursive=True)
-    return [child for child in children if "EngineCore" in " ".join([child.name(), *child.cmdline()])]
+    return [
+        child
+        for child in children
+        if child.status() != psutil.STATUS_ZOMBIE
+        and "EngineCor" in " ".join([child.name(), *child.cmdline()])
+    ]
 
 
 def test_it_speculates_counts_and_resumes(loaded: Any) -> None:
@@ -79,6 +114,82 @@ def test_it_speculates_counts_and_resumes(loaded: Any) -> None:
     assert resumed["b"][0] == tokens[20:]
 
 
+def test_its_core_listens_for_plans(loaded: Any, plans: PlanLink) -> None:
+    """vLLM has found the entry point, and its scheduler's steps go on while plans come."""
+    for number in range(20):
+        plans.send(StepPlan("r", 1, number, "shared_cap", 100.0))
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    assert len(_run(loaded.engine, Request("planned", PROMPT, sampling))["planned"][0]) == 20
+    port = int(plans.addresses.plans.rsplit(":", 1)[1])
+    peers = [one.raddr.port for core in _cores() for one in core.net_connections("tcp") if one.raddr]
+    assert port in peers
+
+
+def test_a_text_follows_its_grammar(loaded: Any, source: Path) -> None:
+    vocabulary, tokenizer = GrammarVocabulary.load(source), Tokenizer.load(source)
+    formats = {
+        "[0-9]{3}-[0-9]{4}": {"type": "regex", "pattern": "[0-9]{3}-[0-9]{4}"},
+        "left|right": {
+            "type": "or",
+            "elements": [{"type": "const_string", "value": word} for word in ("left", "right")],
+        },
+        '"(ab|cd)"': {"type": "json_schema", "json_schema": {"enum": ["ab", "cd"]}},
+    }
+    sampling = SamplingParams(temperature=1.0, max_tokens=80, stop_token_ids=tokenizer.eos_token_ids)
+    requests = []
+    for pattern, wanted in formats.items():
+        grammar = vocabulary.compile(json.dumps({"type": "structural_tag", "format": wanted}))
+        requests.append(Request(pattern, PROMPT, sampling, grammar=grammar))
+    for pattern, (tokens, end) in _run(loaded.engine, *requests).items():
+        assert re.fullmatch(pattern, tokenizer.decode(tokens, skip_special_tokens=True))
+        assert end.finish_reason is FinishReason.STOP
+        assert end.usage is not None
+        assert end.usage.completion_tokens == len(tokens)
+
+
+def test_logprobs_are_the_models_own(loaded: Any, source: Path) -> None:
+    """Before temperature and penalties, whether a token was drafted or not; the prompt's too."""
+    sampling = SamplingParams(
+        temperature=0.7, repetition_penalty=1.2, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1
+    )
+    loaded.engine.add_request(Request("told", PROMPT, sampling))
+    outputs: list[RequestOutput] = []
+    while not outputs or outputs[-1].finish_reason is None:
+        outputs += loaded.engine.step()
+    tokens = [token for output in outputs for token in output.token_ids]
+    told = [one for output in outputs for one in output.logprobs]
+    prompt = [one for output in outputs for one in output.prompt_logprobs]
+    assert (len(told), len(prompt)) == (12, len(PROMPT) - 1)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0]
+    expected = torch.log_softmax(logits, dim=-1)
+    for place, (token, one) in enumerate(zip([*PROMPT[1:], *tokens], [*prompt, *told], strict=True)):
+        assert math.isclose(one.logprob, expected[place, token], abs_tol=2e-3)
+        top = expected[place].topk(len(one.top))
+        assert [other for other, _ in one.top] == top.indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=2e-3)
+
+
+def test_rules_about_tokens(loaded: Any) -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    first, second = _run(loaded.engine, Request("free", PROMPT, plain))["free"][0][:2]
+    rules = {
+        "word": replace(plain, bad_words=((first,),)),
+        "pair": replace(plain, bad_words=((first, second),)),
+        "allowed": replace(plain, allowed_token_ids=(7, 8)),
+        "ends": replace(
+            plain, ignore_eos=False, min_tokens=4, stop_token_ids=(7, 8), allowed_token_ids=(7, 8, 9)
+        ),
+    }
+    found = _run(loaded.engine, *(Request(name, PROMPT, sampling) for name, sampling in rules.items()))
+    tokens = {name: tokens for name, (tokens, _) in found.items()}
+    assert first not in tokens["word"]
+    assert (first, second) not in list(pairwise(tokens["pair"]))
+    assert set(tokens["allowed"]) <= {7, 8}
+    assert set(tokens["ends"][:4]) == {9}
+
+
 def test_aborts_and_refusals(loaded: Any) -> None:
     engine = loaded.engine
     long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
@@ -89,6 +200,10 @@ def test_aborts_and_refusals(loaded: Any) -> None:
     with pytest.raises(RequestError) as caught:
         engine.add_request(Request("bad", PROMPT, SamplingParams(temperature=5.0, max_tokens=5)))
     assert caught.value.status == 400
+    with pytest.raises(RequestError, match="not yet supported with speculative decoding"):
+        engine.add_request(Request("bad", PROMPT, SamplingParams(logit_bias=((9, 5.0),), max_tokens=5)))
+    with pytest.raises(RequestError, match="vLLM drafts for all requests alike"):
+        engine.add_request(Request("bad", PROMPT, SamplingParams(max_draft_tokens=0)))
     assert not engine.has_work()
 
 

@@ -1,5 +1,6 @@
 """Our configuration in vLLM's words; no vLLM needed."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ from dspark_ray.vllm_engine.version import is_tested, require_vllm
 
 def config(speculation: dict[str, Any] | None = None, **sections: Any) -> AppConfig:
     return parse_app_config({"engine": {"kind": "vllm"}, "speculation": speculation or {}, **sections})
+
+
+def mapped(request: Request) -> dict[str, Any]:
+    return sampling_arguments(request, num_draft_tokens=5)
 
 
 def speculates(kind: str, mode: str = "fixed", **drafter: Any) -> dict[str, Any]:
@@ -118,8 +123,10 @@ def test_sampling() -> None:
         repetition_penalty=1.1,
         logit_bias=((4, -1.0),),
         allowed_token_ids=(4, 5),
+        logprobs=3,
+        prompt_logprobs=0,
     )
-    found = sampling_arguments(Request("r", (1, 2), sampling, emitted_token_ids=(7, 8, 9)))
+    found = mapped(Request("r", (1, 2), sampling, emitted_token_ids=(7, 8, 9)))
     assert found == {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -135,41 +142,79 @@ def test_sampling() -> None:
         "repetition_penalty": 1.1,
         "logit_bias": {4: -1.0},
         "allowed_token_ids": [4, 5],
+        "logprobs": 3,
+        "prompt_logprobs": None,  # they were sent before
         "detokenize": False,
     }
+    first = mapped(Request("r", (1, 2), sampling))
+    assert (first["max_tokens"], first["prompt_logprobs"]) == (10, 0)
 
 
-def test_penalties_of_the_output_are_not_continued_wrongly() -> None:
-    sampling = SamplingParams(presence_penalty=0.5)
-    assert sampling_arguments(Request("r", (1,), sampling))["presence_penalty"] == 0.5
-    with pytest.raises(RequestError, match="cannot be continued") as caught:
-        sampling_arguments(Request("r", (1,), sampling, emitted_token_ids=(2,)))
-    assert caught.value.status == 503
+@pytest.mark.parametrize(
+    ("sampling", "grammar", "named"),
+    [
+        (SamplingParams(presence_penalty=0.5), None, "penalties"),
+        (SamplingParams(bad_words=((4, 5),)), None, "bad_words"),
+        (SamplingParams(), CompiledGrammar("digest", "{}", "{}"), "the constraint of its text"),
+    ],
+)
+def test_what_begins_anew_is_not_continued(
+    sampling: SamplingParams, grammar: CompiledGrammar | None, named: str
+) -> None:
+    mapped(Request("r", (1,), sampling, grammar=grammar))
+    with pytest.raises(RequestError, match=rf"cannot be continued \({named}\)") as caught:
+        mapped(Request("r", (1,), sampling, emitted_token_ids=(2,), grammar=grammar))
+    assert (caught.value.status, caught.value.code) == (503, "cannot_resume")
+
+
+def test_what_looks_at_one_token_is_continued() -> None:
+    sampling = SamplingParams(bad_words=((4,),), repetition_penalty=1.1, logprobs=2)
+    assert mapped(Request("r", (1,), sampling, emitted_token_ids=(2,)))["logprobs"] == 2
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=1e-6), SamplingParams(top_k=1)])
 def test_what_is_greedy_here_is_greedy_there(sampling: SamplingParams) -> None:
-    assert sampling_arguments(Request("r", (1,), sampling))["temperature"] == 0.0
+    assert mapped(Request("r", (1,), sampling))["temperature"] == 0.0
 
 
 @pytest.mark.parametrize(
     ("name", "request_"),
     [
-        ("bad_words", Request("r", (1,), SamplingParams(bad_words=((4, 5),)))),
-        ("logprobs", Request("r", (1,), SamplingParams(logprobs=0))),
-        ("max_draft_tokens", Request("r", (1,), SamplingParams(max_draft_tokens=0))),
-        ("service_tier", Request("r", (1,), SamplingParams(), priority=Priority(ServiceTier.FLEX))),
+        ("speculation", Request("r", (1,), SamplingParams(max_draft_tokens=4))),
+        (
+            "target_tokens_per_second",
+            Request("r", (1,), SamplingParams(), priority=Priority(target_tokens_per_s=9.0)),
+        ),
     ],
 )
 def test_a_parameter_without_a_counterpart_is_refused(name: str, request_: Request) -> None:
     with pytest.raises(RequestError, match=f"'{name}' is not supported by this server's engine") as caught:
-        sampling_arguments(request_)
+        mapped(request_)
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
+def test_every_sampling_parameter_is_mapped_or_refused() -> None:
+    """A new one must not be left out in silence."""
+
+    @dataclass(frozen=True)
+    class Newer(SamplingParams):
+        mirostat: float = 0.0
+
+    mapped(Request("r", (1,), Newer()))
+    with pytest.raises(RequestError, match=r"'mirostat' is not supported .* no such parameter"):
+        mapped(Request("r", (1,), Newer(mirostat=1.0)))
+
+
+def test_a_limit_that_limits_nothing_is_none() -> None:
+    assert mapped(Request("r", (1,), SamplingParams(max_draft_tokens=5)))
+    assert sampling_arguments(Request("r", (1,), SamplingParams(max_draft_tokens=0)), 0)
+
+
 def test_a_place_in_the_queue_is_vllms_own_priority() -> None:
-    assert sampling_arguments(Request("r", (1,), SamplingParams(), priority=Priority(level=-3)))
+    assert mapped(Request("r", (1,), SamplingParams(), priority=Priority(ServiceTier.FLEX, level=-3)))
     assert engine_arguments(config(), "owner/name")["scheduling_policy"] == "priority"
+    levels = [Priority(tier).queue_level for tier in ("flex", "default", "priority")]  # type: ignore[arg-type]
+    assert levels == sorted(levels, reverse=True)  # to vLLM, too, the lower goes first
 
 
 @pytest.mark.parametrize(
@@ -189,9 +234,3 @@ def test_the_version_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
         require_vllm()
     monkeypatch.setattr(version, "installed_version", lambda: "0.33.0")
     assert require_vllm() == "0.33.0"
-
-
-def test_a_grammar_is_refused_and_not_left_out() -> None:
-    with pytest.raises(RequestError) as caught:
-        sampling_arguments(Request("r", (1,), SamplingParams(), grammar=CompiledGrammar("digest", "{}")))
-    assert (caught.value.status, caught.value.param) == (400, "response_format")

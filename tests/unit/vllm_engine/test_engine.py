@@ -78,8 +78,10 @@ class FakeClient:
 
 def output(*token_ids: int, finish: str | None = None, cached: int = 0, drafts: Any = None) -> Any:
     """vLLM's `RequestOutput`, as far as it is read."""
-    completion = SimpleNamespace(token_ids=list(token_ids), finish_reason=finish, spec_decode_metrics=drafts)
-    return SimpleNamespace(outputs=[completion], num_cached_tokens=cached)
+    completion = SimpleNamespace(
+        token_ids=list(token_ids), finish_reason=finish, spec_decode_metrics=drafts, logprobs=None
+    )
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=cached, prompt_logprobs=None)
 
 
 class FakeLink:
@@ -164,6 +166,18 @@ def test_a_resumed_request_goes_on_where_it_was(bench: Bench) -> None:
     bench.fake.emit(a=output(8, finish="length", cached=6))
     (end,) = bench.step()
     assert end.usage == RequestUsage(prompt_tokens=3, cached_tokens=3, completion_tokens=4)
+
+
+def test_usage_counts_what_was_given_out(bench: Bench) -> None:
+    """An abort may come while tokens wait that nobody will see."""
+    bench.add("a")
+    bench.add("b")
+    bench.fake.emit(a=output(5))
+    bench.step()
+    bench.fake.emit(a=output(6, 7))
+    bench.fake.emit(b=output(8))
+    assert bench.engine.usage("a") == RequestUsage(3, 0, 1)
+    assert bench.engine.abort("a")
 
 
 def test_an_aborted_request_is_silent(bench: Bench) -> None:
