@@ -58,9 +58,9 @@ def write_adapter(
     return adapter_ref(name, path)
 
 
-def merged_deltas(name: str) -> dict[str, Tensor]:
+def merged_deltas(name: str, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """What the adapter adds to each of the model's tensors, by the definition."""
-    spec, tensors = ADAPTERS[name], adapter_tensors(name)
+    spec, tensors = ADAPTERS[name], tensors or adapter_tensors(name)
     scaling = spec["lora_alpha"] / (spec["r"] ** 0.5 if spec.get("use_rslora") else spec["r"])
     return {
         a_name.removeprefix("base_model.model.").replace("lora_A.", ""): scaling

@@ -316,8 +316,8 @@ class AppConfig(Section):
             )
         if self.engine.kind != "native" and self.observability.record_path is not None:
             raise ValueError("observability.record_path: only the native engine records its steps")
-        if self.engine.kind != "native" and self.lora.is_on:
-            raise ValueError("lora: only the native engine serves adapters; set engine.kind to native")
+        if self.engine.kind == "timed" and self.lora.is_on:
+            raise ValueError("lora: the timed engine has no weights to adapt; leave it out")
         if any(adapter.name == self.model.id for adapter in self.lora.adapters):
             raise ValueError(f"lora.adapters: {self.model.id!r} is the model's own name (model.id)")
         longest, block_size = self.model.max_model_len, self.engine.kv_block_size

@@ -24,6 +24,10 @@ OWNED_ENGINE_ARGS = {
     "distributed_executor_backend": "vllm.executor",
     "gpu_memory_utilization": "vllm.gpu_memory_utilization",
     "speculative_config": "speculation",
+    "enable_lora": "lora.adapters or lora.load_from",
+    "max_loras": "lora.max_loaded",
+    "max_cpu_loras": "lora.max_loaded",
+    "max_lora_rank": "lora.max_rank",
 }
 OWNED_SPECULATIVE_ARGS = {
     "method": "speculation.drafter.kind",

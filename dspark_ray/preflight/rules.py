@@ -144,9 +144,9 @@ def adaptive_verification_is_possible(facts: Facts) -> Iterator[Problem]:
             "vLLM's adaptive verification replays captured CUDA graphs and eager mode has none",
             f"remove it, {_WITHOUT}",
         )
-    if args.get("enable_lora"):
+    if config.lora.is_on:
         yield Problem(
-            f"{key}.enable_lora",
+            "lora",
             "vLLM maps adapters to tokens before its adaptive verification has chosen them",
             f"serve without adapters, {_WITHOUT}",
         )

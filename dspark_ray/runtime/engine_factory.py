@@ -39,6 +39,7 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
 def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     """An `EngineFactory`: vLLM's engine for `config`. Raises `DsparkError`."""
     from dspark_ray.models.fetch import is_on_hub, resolve_model
+    from dspark_ray.models.targets.lora_checkpoint import adapter_ref
     from dspark_ray.vllm_engine.build import build_vllm_engine
 
     source = config.model.source
@@ -50,7 +51,10 @@ def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     engine = build_vllm_engine(
         config, model=model, text_dir=text_dir, cores=cores, engine_id=engine_id, host=host
     )
-    return LoadedEngine(engine, _canary_prompt(text_dir), engine.close)
+    for adapter in config.lora.adapters[: config.lora.max_loaded]:
+        engine.load(adapter_ref(adapter.name, Path(adapter.path)))
+    adapters = engine if config.lora.is_on else None
+    return LoadedEngine(engine, _canary_prompt(text_dir), engine.close, adapters=adapters)
 
 
 def timed_engine(config: AppConfig, engine_id: str) -> LoadedEngine:

@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import sys
 import time
 from collections import OrderedDict
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from dspark_ray.core.errors import QueueFullError, RequestError
 from dspark_ray.core.types import CompiledGrammar
+from dspark_ray.serving.line_process import LineProcess
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,6 @@ MAX_WAIT_S = 30.0  # for the grammars before it
 REFUSED_FOR_S = 60.0  # a bad grammar is not tried again so soon: one that bursts costs a new process
 MAX_REFUSED = 256
 CACHE_BYTES = 64 << 20
-_LINE_LIMIT_BYTES = 64 << 20
 
 
 class GrammarCompiler:
@@ -34,7 +33,7 @@ class GrammarCompiler:
         self._command = tuple(command)
         self._timeout_s = timeout_s
         self._max_wait_s = max_wait_s
-        self._worker: asyncio.subprocess.Process | None = None
+        self._worker: LineProcess | None = None
         self._one_at_a_time = asyncio.Lock()
         self._exchanges: set[asyncio.Future[CompiledGrammar]] = set()  # the running one and those that wait
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # newest last
@@ -112,18 +111,13 @@ class GrammarCompiler:
             raise RequestError(str(answer["error"]), code="invalid_grammar")
         return CompiledGrammar(answer["digest"], answer["compiled"], tag)
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _started(self) -> LineProcess:
         """The running worker; raises what keeps it from starting."""
-        if self._worker is not None and self._worker.returncode is None:
-            return self._worker
-        self._worker = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # It must find this program where this process did, which Ray may have told it by other means.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            limit=_LINE_LIMIT_BYTES,
-        )
+        if self._worker is not None:
+            if self._worker.is_alive:
+                return self._worker
+            await self._kill()
+        self._worker = await LineProcess.start(self._command)
         ready = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -135,9 +129,7 @@ class GrammarCompiler:
 
     async def _kill(self) -> None:
         if self._worker is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._worker.kill()
-            await self._worker.wait()
+            await self._worker.kill()
             self._worker = None
 
     def _known(self, key: str) -> CompiledGrammar | None:
@@ -162,16 +154,12 @@ class GrammarCompiler:
             self._refused.popitem(last=False)
 
 
-async def _exchange(worker: asyncio.subprocess.Process, request: dict[str, str]) -> dict[str, str] | None:
+async def _exchange(worker: LineProcess, request: dict[str, str]) -> dict[str, str] | None:
     """The worker's answer; None if it died over the request."""
-    assert worker.stdin is not None
-    worker.stdin.write(json.dumps(request).encode() + b"\n")
-    with contextlib.suppress(ConnectionError):
-        await worker.stdin.drain()
+    await worker.write_line(json.dumps(request).encode())
     return await _read(worker)
 
 
-async def _read(worker: asyncio.subprocess.Process) -> dict[str, str] | None:
-    assert worker.stdout is not None
-    line = await worker.stdout.readline()
+async def _read(worker: LineProcess) -> dict[str, str] | None:
+    line = await worker.read_line()
     return json.loads(line) if line else None

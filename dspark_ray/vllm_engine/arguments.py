@@ -4,9 +4,11 @@ import dataclasses
 import difflib
 from typing import Any
 
-from dspark_ray.core.config import AppConfig
+from dspark_ray.core.config import AppConfig, LoraConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.vllm_engine.speculation import speculative_config
+
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM sizes its buffers by
 
 
 def engine_arguments(config: AppConfig, model: str) -> dict[str, Any]:
@@ -43,7 +45,21 @@ def engine_arguments(config: AppConfig, model: str) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     if speculation is not None:
         arguments["per_request_spec_decode_metrics"] = "summary"
+    if config.lora.is_on:
+        arguments |= _lora_arguments(config.lora)
     return arguments | vllm.engine_args
+
+
+def _lora_arguments(lora: LoraConfig) -> dict[str, Any]:
+    rank = next((rank for rank in _LORA_RANKS if rank >= lora.max_rank), None)
+    if rank is None:
+        raise ConfigError(f"lora.max_rank {lora.max_rank}: vLLM takes at most {_LORA_RANKS[-1]}")
+    return {
+        "enable_lora": True,
+        "max_loras": lora.max_loaded,
+        "max_cpu_loras": lora.max_loaded,
+        "max_lora_rank": rank,
+    }
 
 
 def check_argument_names(names: list[str]) -> None:

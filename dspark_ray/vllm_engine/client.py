@@ -6,13 +6,14 @@ from typing import Any
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError as CoreDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
-from dspark_ray.core.types import Request
+from dspark_ray.core.types import AdapterRef, Request
 from dspark_ray.vllm_engine.counters import VllmCounters
 from dspark_ray.vllm_engine.reaper import Reaper
 from dspark_ray.vllm_engine.sampling import sampling_arguments
@@ -39,6 +40,7 @@ class AsyncLLMClient:
     def __init__(self, llm: AsyncLLM, num_draft_tokens: int) -> None:
         self._llm = llm
         self._num_draft_tokens = num_draft_tokens
+        self._adapters: dict[str, LoRARequest] = {}  # by digest
         self._reaper = Reaper()
 
     @classmethod
@@ -51,9 +53,28 @@ class AsyncLLMClient:
 
     async def add(self, request: Request) -> Any:
         prompt = tokens_input([*request.prompt_token_ids, *request.emitted_token_ids])
+        adapter = None if request.adapter is None else await self.load_adapter(request.adapter)
         return await self._llm.add_request(
-            request.request_id, prompt, self._sampling(request), priority=request.priority.queue_level
+            request.request_id,
+            prompt,
+            self._sampling(request),
+            lora_request=adapter,
+            priority=request.priority.queue_level,
         )
+
+    async def load_adapter(self, ref: AdapterRef) -> LoRARequest:
+        """Makes sure that vLLM's ranks hold it: one that they could not read in a step would end them."""
+        number = len(self._adapters) + 1
+        # The digest is its name there: cached prefixes belong to the name and path.
+        lora = self._adapters.setdefault(ref.digest, LoRARequest(ref.digest, number, ref.path))
+        try:
+            await self._llm.add_lora(lora)
+        except CoreDeadError:
+            raise
+        except Exception as error:
+            message = f"vLLM cannot serve the adapter {ref.name!r}: {error}"
+            raise RequestError(message, param="model", code="invalid_adapter") from error
+        return lora
 
     async def abort(self, collector: Any) -> None:
         await self._llm.abort(collector.request_id, internal=True)

@@ -19,6 +19,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
 from dspark_ray.core.types import (
+    AdapterRef,
     EngineStats,
     Request,
     RequestOutput,
@@ -48,6 +49,10 @@ class VllmClient(Protocol):
         ...
 
     async def abort(self, collector: Any) -> None: ...
+
+    async def load_adapter(self, ref: AdapterRef) -> Any:
+        """Raises `RequestError` for one that cannot be served."""
+        ...
 
     def as_error(self, error: Exception) -> DsparkError | None:
         """vLLM's error as ours: `RequestError`, `QueueFullError`, `EngineDeadError`; None for any other."""
@@ -206,6 +211,18 @@ class VllmEngine:
     def describe(self) -> dict[str, Any]:
         tokens = self._client.num_kv_blocks * self.config.engine.kv_block_size
         return self._description | {"kv": f"{self._client.num_kv_blocks} blocks ({tokens} tokens)"}
+
+    def load(self, ref: AdapterRef) -> None:
+        """Reads a LoRA adapter; from any thread. Raises `RequestError` if it cannot be served."""
+        try:
+            self._wait_for(self._client.load_adapter(ref), ADMIT_TIMEOUT_S)
+        except DsparkError:
+            raise
+        except Exception as error:
+            raise self._client.as_error(error) or RequestError(str(error), code="invalid_adapter") from error
+
+    def forget(self, digest: str) -> None:
+        """Nothing to do: vLLM evicts the least used."""
 
     def close(self) -> None:
         """Ends vLLM's processes. What runs is lost."""

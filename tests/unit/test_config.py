@@ -58,7 +58,10 @@ def test_defaults_need_no_keys() -> None:
         ({"engine": {"kv_num_blocks": 100}}, "args: .* 1600 tokens .* 2048: set kv_num_blocks .* 128, or"),
         ({"lora": {"adapters": [{"name": "a", "path": "x"}] * 2}}, "two adapters have the same name"),
         ({"lora": {"adapters": [{"name": "smollm2-135m-instruct", "path": "x"}]}}, "the model's own name"),
-        ({"engine": {"kind": "vllm"}, "lora": {"load_from": "x"}}, "only the native engine serves adapters"),
+        (
+            {"engine": {"kind": "timed", "timed": {"step_tables": ["t"]}}, "lora": {"load_from": "x"}},
+            "no weights to",
+        ),
         ({"engine": {"kind": "vllm"}, "observability": {"record_path": "r"}}, "record_path: only the native"),
     ],
 )

@@ -27,6 +27,7 @@ from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.runtime.engine_factory import vllm_engine
 from dspark_ray.vllm_engine.link import PlanLink
 from tests.tiny import tiny_chat_model_dir
+from tests.tiny_lora import adapter_tensors, merged_deltas, write_adapter
 from tests.vllm.conftest import entry_point_dir
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -55,6 +56,7 @@ def loaded(source: Path, plans: PlanLink, tmp_path_factory: pytest.TempPathFacto
             "model": {"source": str(source), "dtype": "float32", "max_model_len": 256},
             "engine": {"kind": "vllm", "num_threads": 1, "kv_block_size": 32, "kv_num_blocks": 64},
             "speculation": {"drafter": {"kind": "ngram"}, "num_draft_tokens": 3, "mode": "fixed"},
+            "lora": {"load_from": str(source.parent), "max_loaded": 2, "max_rank": 8},
             # Compiling takes minutes and changes nothing that is looked at here.
             "vllm": {"device": "cpu", "engine_args": {"enforce_eager": True}},
         }
@@ -160,15 +162,49 @@ def test_logprobs_are_the_models_own(loaded: Any, source: Path) -> None:
     told = [one for output in outputs for one in output.logprobs]
     prompt = [one for output in outputs for one in output.prompt_logprobs]
     assert (len(told), len(prompt)) == (12, len(PROMPT) - 1)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *tokens]])).logits[0]
-    expected = torch.log_softmax(logits, dim=-1)
+    expected = _logprobs(source, [*PROMPT, *tokens])
     for place, (token, one) in enumerate(zip([*PROMPT[1:], *tokens], [*prompt, *told], strict=True)):
         assert math.isclose(one.logprob, expected[place, token], abs_tol=2e-3)
         top = expected[place].topk(len(one.top))
         assert [other for other, _ in one.top] == top.indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(top.values.tolist(), abs=2e-3)
+
+
+def test_an_adapter_is_the_model_with_it_merged(loaded: Any, source: Path, tmp_path: Path) -> None:
+    """Beside requests without one, which share its prompt, and after a refused one."""
+    sizes = {"self_attn.q_proj": (128, 64), "self_attn.v_proj": (64, 64)}
+    tensors = adapter_tensors("attention", sizes)
+    adapter = write_adapter(tmp_path, "attention", tensors, target_modules=["q_proj", "v_proj"])
+    greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=0)
+    with pytest.raises(RequestError, match="cannot serve the adapter 'gone'") as caught:
+        loaded.engine.load(replace(adapter, name="gone", digest="gone", path=str(tmp_path / "gone")))
+    assert caught.value.code == "invalid_adapter"
+    loaded.engine.load(adapter)
+    requests = [Request("base", PROMPT, greedy), Request("adapted", PROMPT, greedy, adapter=adapter)]
+    told: dict[str, list[float]] = {"base": [], "adapted": []}
+    tokens: dict[str, list[int]] = {"base": [], "adapted": []}
+    for request in requests:
+        loaded.engine.add_request(request)
+    while any(len(one) < 16 for one in tokens.values()):
+        for output in loaded.engine.step():
+            tokens[output.request_id] += output.token_ids
+            told[output.request_id] += [one.logprob for one in output.logprobs]
+    assert tokens["base"] != tokens["adapted"]
+    for name, added in (("base", {}), ("adapted", merged_deltas("attention", tensors))):
+        expected = _logprobs(source, [*PROMPT, *tokens[name]], added)[len(PROMPT) - 1 : -1]
+        assert expected.argmax(-1).tolist() == tokens[name]
+        assert expected.max(-1).values.tolist() == pytest.approx(told[name], abs=2e-3)
+
+
+def _logprobs(
+    source: Path, token_ids: list[int], added: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Of the model, or of one with something added to its weights; [tokens, vocabulary]."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        for name, delta in (added or {}).items():
+            model.get_parameter(name).add_(delta)
+        return torch.log_softmax(model(torch.tensor([token_ids])).logits[0], dim=-1)
 
 
 def test_rules_about_tokens(loaded: Any) -> None:

@@ -125,7 +125,7 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     ),
     "adaptive and LoRA": (
         QWEN,
-        {"vllm.engine_args.enable_lora": True},
+        {"lora": {"load_from": "adapters"}},
         "maps adapters",
         "serve without adapters",
     ),
@@ -257,6 +257,7 @@ def test_a_broken_configuration_is_named_with_its_cure(name: str) -> None:
         (QWEN, {"engine.kind": "native", "speculation.drafter.kind": "medusa"}, "no drafter 'medusa'"),
         (FLASH, {"engine": {"kind": "native", "kv_num_blocks": 4096}}, "only vLLM reads a drafter"),
         (QWEN, {"vllm.engine_args.max_num_seqs": 3}, "is set by engine.max_running: use that key"),
+        (QWEN, {"vllm.engine_args.enable_lora": True}, "is set by lora.adapters or lora.load_from"),
         (QWEN, {"vllm.speculative_args.method": "mtp"}, "is set by speculation.drafter.kind"),
         (QWEN, {"vllm.executor": "ray", "vllm.data_parallel_size": 2}, "placement groups of its own"),
         (QWEN, {"engine.kind": "sglang"}, "engine.kind"),

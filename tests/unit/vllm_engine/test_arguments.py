@@ -102,6 +102,14 @@ def test_engine_arguments() -> None:
     assert "per_request_spec_decode_metrics" not in args  # vLLM takes it with speculation only
 
 
+def test_adapters() -> None:
+    args = engine_arguments(config(lora={"load_from": "x", "max_loaded": 3, "max_rank": 20}), "owner/name")
+    assert (args["enable_lora"], args["max_loras"], args["max_cpu_loras"]) == (True, 3, 3)
+    assert args["max_lora_rank"] == 32  # vLLM knows some ranks only
+    with pytest.raises(ConfigError, match=r"lora\.max_rank 600: vLLM takes at most 512"):
+        engine_arguments(config(lora={"load_from": "x", "max_rank": 600}), "owner/name")
+
+
 def test_memory_is_a_share_or_a_number_of_blocks() -> None:
     args = engine_arguments(config(vllm={"gpu_memory_utilization": 0.5}), "/a/directory@with-an-at")
     assert args["gpu_memory_utilization"] == 0.5

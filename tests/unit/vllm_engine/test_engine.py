@@ -12,7 +12,15 @@ import pytest
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import parse_app_config
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
-from dspark_ray.core.types import FinishReason, Request, RequestOutput, RequestUsage, SamplingParams, StepPlan
+from dspark_ray.core.types import (
+    AdapterRef,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestUsage,
+    SamplingParams,
+    StepPlan,
+)
 from dspark_ray.vllm_engine.counters import VllmCounters
 from dspark_ray.vllm_engine.engine import VllmEngine
 from dspark_ray.vllm_engine.link import CoreReport
@@ -57,6 +65,9 @@ class FakeClient:
 
     async def abort(self, collector: Any) -> None:
         self.aborted.append(collector.request_id)
+
+    async def load_adapter(self, ref: AdapterRef) -> None:
+        raise {"refused": RequestError("no such file"), "dead": ConnectionError("no core")}[ref.name]
 
     def as_error(self, error: Exception) -> DsparkError | None:
         if isinstance(error, ConnectionError):
@@ -265,6 +276,12 @@ def test_plans_age(bench: Bench) -> None:
     report = bench.engine.make_report("r", 1, 2, include_table=True)
     assert report.survival.shape == (0, 3)
     assert (report.table, report.table_digest) == (None, "")
+
+
+def test_an_adapter_that_cannot_be_served(bench: Bench) -> None:
+    for name, error in (("refused", RequestError), ("dead", EngineDeadError)):
+        with pytest.raises(error):
+            bench.engine.load(AdapterRef(name, "/x", "digest"))
 
 
 def test_plans_go_to_vllm_and_what_it_tells_comes_back() -> None:
