@@ -27,7 +27,9 @@ from dspark_ray.core.types import (
     StepPlan,
     SurvivalReport,
 )
+from dspark_ray.scheduling.load import Rates, request_counts, throughput_curve
 from dspark_ray.scheduling.newest_plan import NewestPlan
+from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.vllm_engine.counters import VllmCounters
 from dspark_ray.vllm_engine.link import CoreReport, PlanLink
 from dspark_ray.vllm_engine.outputs import OutputReader
@@ -109,6 +111,7 @@ class VllmEngine:
         self._plan = NewestPlan()
         self._link = link
         self._core_report: CoreReport | None = None
+        self._rates: Rates = ()  # by it
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="dspark-vllm", daemon=True)
         self._thread.start()
@@ -182,6 +185,9 @@ class VllmEngine:
             budget_tokens=recent.budget_tokens,
             step_measured_ms=recent.measured_ms,
             plan_age_ms=self._plan.age_ms(self._clock.now_ms()),
+            max_running=self.config.engine.max_running,
+            kv_block_size=self.config.engine.kv_block_size,
+            rates=self._rates,
         )
 
     def make_report(
@@ -262,6 +268,10 @@ class VllmEngine:
     def _newest_core_report(self) -> CoreReport | None:
         if self._link is not None and (report := self._link.newest_report()) is not None:
             self._core_report = report
+            if len(report.survival):
+                table = StepTable.from_dict(report.table)
+                counts = request_counts(self.config.engine.max_running)
+                self._rates = throughput_curve(report.survival.mean(axis=0), table, None, counts)
         return self._core_report
 
     def _wait_for(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:

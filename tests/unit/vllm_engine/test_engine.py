@@ -21,6 +21,7 @@ from dspark_ray.core.types import (
     SamplingParams,
     StepPlan,
 )
+from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.vllm_engine.counters import VllmCounters
 from dspark_ray.vllm_engine.engine import VllmEngine
 from dspark_ray.vllm_engine.link import CoreReport
@@ -293,11 +294,15 @@ def test_plans_go_to_vllm_and_what_it_tells_comes_back() -> None:
     assert link.sent == [plans[0], plans[2]]  # the older one is not passed on
     assert bench.engine.make_report("r", 1, 1, include_table=True).table_digest == ""
     survival = np.array([[0.9, 0.8, 0.1]], dtype=np.float32)
-    link.reports.append(CoreReport(survival, 4, {"a": "table"}, "digest"))
+    assert bench.engine.stats().rates == ()
+    table = StepTable(rows=np.array([1, 8]), verify_ms=np.array([10.0, 10.0]))
+    link.reports.append(CoreReport(survival, 4, table.to_dict(), "digest"))
     bench.counters.record(scheduler(running=1), None, 0)
     report = bench.engine.make_report("r", 1, 2, include_table=True)
     assert (report.survival.tolist(), report.base_rows) == (survival.tolist(), 4)
-    assert (report.table_digest, report.table) == ("digest", {"a": "table"})
+    assert (report.table_digest, report.table) == ("digest", table.to_dict())
+    (one, _) = bench.engine.stats().rates  # what router and autoscaling ask for: of one request, and of two
+    assert one == (1, pytest.approx((1 + 0.9 + 0.8 + 0.1) / 10e-3))
     assert bench.engine.make_report("r", 1, 3, include_table=False).table is None
     bench.counters.record(scheduler(running=0), None, 0)
     idle = bench.engine.make_report("r", 1, 4, include_table=False)
