@@ -17,6 +17,7 @@ from dspark_ray.models.targets.lora_checkpoint import read_settings
 from dspark_ray.preflight.drafter import DrafterShape
 from dspark_ray.preflight.memory import GIB, MemoryPlan
 from dspark_ray.preflight.problem import Problem
+from dspark_ray.vllm_engine.arguments import LORA_RANKS
 from dspark_ray.vllm_engine.speculation import is_adaptive
 
 NATIVE_TARGETS = ("llama", "mistral", "qwen2", "qwen3")
@@ -312,6 +313,12 @@ def adapters_can_be_served(facts: Facts) -> Iterator[Problem]:
             read_settings(Path(adapter.path), lora.max_rank)
         except CheckpointError as error:
             yield Problem(f"lora.adapters.{adapter.name}", str(error), "correct it, or leave it out")
+    if facts.config.engine.kind == "vllm" and lora.is_on and lora.max_rank > LORA_RANKS[-1]:
+        yield Problem(
+            "lora.max_rank",
+            f"{lora.max_rank}, and vLLM serves ranks up to {LORA_RANKS[-1]}",
+            f"set it to at most {LORA_RANKS[-1]}",
+        )
 
 
 def scheduler_reaches_the_engine(facts: Facts) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from dspark_ray.core.config import AppConfig, LoraConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.vllm_engine.speculation import speculative_config
 
-_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM sizes its buffers by
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM sizes its buffers by
 
 
 def engine_arguments(config: AppConfig, model: str) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def engine_arguments(config: AppConfig, model: str) -> dict[str, Any]:
 
 
 def _lora_arguments(lora: LoraConfig) -> dict[str, Any]:
-    rank = next((rank for rank in _LORA_RANKS if rank >= lora.max_rank), None)
+    rank = next((rank for rank in LORA_RANKS if rank >= lora.max_rank), None)
     if rank is None:
-        raise ConfigError(f"lora.max_rank {lora.max_rank}: vLLM takes at most {_LORA_RANKS[-1]}")
+        raise ConfigError(f"lora.max_rank {lora.max_rank}: vLLM takes at most {LORA_RANKS[-1]}")
     return {
         "enable_lora": True,
         "max_loras": lora.max_loaded,

@@ -237,6 +237,12 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "made by the native engine",
         "quantised checkpoint",
     ),
+    "ranks of adapters": (
+        QWEN,
+        {"lora": {"load_from": "adapters", "max_rank": 600}, "speculation.mode": "fixed"},
+        "600, and vLLM serves ranks up to 512",
+        "at most 512",
+    ),
     "a table for vLLM": (QWEN, {"speculation.step_table": "t.json"}, "profiles by itself", "remove it"),
 }
 
