@@ -20,6 +20,7 @@ from dspark_ray.core.types import FloatArray, StepPlan
 logger = logging.getLogger(__name__)
 
 LINK_VARIABLE = "DSPARK_VLLM_LINK"
+_COPIED_VARIABLES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 _MAX_REPORTS = 4  # in flight; the newest is what counts
 
 
@@ -41,7 +42,12 @@ class LinkAddresses:
     reports: str
 
     def environment(self) -> dict[str, str]:
-        return {LINK_VARIABLE: json.dumps([self.plans, self.reports])}
+        """For vLLM's processes; those that Ray starts get the variables that the second one names."""
+        copied = [*filter(None, os.environ.get(_COPIED_VARIABLES, "").split(",")), LINK_VARIABLE]
+        return {
+            LINK_VARIABLE: json.dumps([self.plans, self.reports]),
+            _COPIED_VARIABLES: ",".join(dict.fromkeys(copied)),
+        }
 
     @classmethod
     def from_environment(cls) -> "LinkAddresses | None":

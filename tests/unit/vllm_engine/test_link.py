@@ -92,9 +92,10 @@ def test_a_stray_packet_is_dropped(context: zmq.Context) -> None:
 
 def test_addresses_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LINK_VARIABLE, raising=False)
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "MINE")
     assert LinkAddresses.from_environment() is None
     addresses = LinkAddresses("tcp://a:1", "tcp://a:2")
     for name, value in addresses.environment().items():
         monkeypatch.setenv(name, value)
     assert LinkAddresses.from_environment() == addresses
-    assert LINK_VARIABLE in os.environ
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == f"MINE,{LINK_VARIABLE}"
