@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,13 +17,13 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.grammar import CACHED_GRAMMARS, Grammars
 from dspark_ray.models.adjust import FORBIDDEN, Columns
 from dspark_ray.models.grammar import GrammarAdjuster, GrammarVocabulary
+from tests.oracle_grid import GRID, Conditions, check_texts
 from tests.reference import dense_logits
 from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 VOCAB, END = 24, 0
 TOKENS = ["", *(chr(ord("a") + i) for i in range(VOCAB - 1))]  # token 0 ends the text, 1 is a, ...
 VOCABULARY = GrammarVocabulary(TOKENS, xgrammar.VocabType.RAW, [END])
-MODES = ("fixed", "threshold", "algorithm1", "adaptive")
 
 
 def ebnf(grammar: str) -> CompiledGrammar:
@@ -40,13 +41,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_drafter_dir(tmp_path_factory.mktemp("drafter"), VOCAB, draft_vocab=range(0, VOCAB, 2))
 
 
-def engine(checkpoint: Path | None, mode: str) -> Engine:
+def engine(checkpoint: Path | None, **sections: Any) -> Engine:
     return tiny_engine(
         checkpoint,
         vocab_size=VOCAB,
         adjusters=[Grammars(lambda: VOCABULARY)],
         eos_token_ids=(END,),
-        speculation={"mode": mode, "threshold": 0.2},
+        **sections,
     )
 
 
@@ -68,7 +69,7 @@ def is_legal(grammar: CompiledGrammar, tokens: Sequence[int]) -> bool:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[int]]:
-    return run(engine(None, "off"), requests())
+    return run(engine(None, speculation={"mode": "off"}), requests())
 
 
 def test_plain_texts_are_legal_and_end_where_their_grammar_does(plain: dict[str, list[int]]) -> None:
@@ -82,20 +83,18 @@ def test_plain_texts_are_legal_and_end_where_their_grammar_does(plain: dict[str,
     assert not all(is_legal(ENDLESS, plain[name]) for name in free)  # the grammars do change the texts
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_every_mode_writes_the_same_texts(checkpoint: Path, plain: dict[str, list[int]], mode: str) -> None:
-    speculating = engine(checkpoint, mode)
-    assert run(speculating, requests()) == plain
-    counters = speculating.counters
-    assert counters.drafted_tokens > 0
-    assert counters.accepted_tokens > 0
-    if mode == "adaptive":
-        assert counters.trimmed_tokens > 0
-    assert speculating.pool.num_used == 0
+@pytest.mark.parametrize(
+    "conditions", [one for one in GRID if one.mode in ("fixed", "adaptive") or one.concurrency == 16], ids=str
+)
+def test_every_mode_writes_the_same_texts(
+    checkpoint: Path, plain: dict[str, list[int]], conditions: Conditions
+) -> None:
+    items = requests()[: 6 if conditions.concurrency == 1 else None]  # one after the other, fewer are enough
+    check_texts(engine(checkpoint, **conditions.sections), items, plain, conditions)
 
 
 def test_prompt_look_up_writes_the_same_texts(plain: dict[str, list[int]]) -> None:
-    speculating = engine(None, "fixed")
+    speculating = engine(None, speculation={"mode": "fixed"})
     assert run(speculating, requests()) == plain
     assert speculating.counters.accepted_tokens > 0
 
@@ -107,12 +106,15 @@ def test_a_resumed_request_goes_on_where_its_grammar_was(
         whole = plain[item.request_id]
         for cut in {1, len(whole) // 2, len(whole) - 1}:
             resumed = replace(item, emitted_token_ids=tuple(whole[:cut]))
-            assert run(engine(checkpoint, "fixed"), [resumed])[item.request_id] == whole[cut:]
+            assert (
+                run(engine(checkpoint, speculation={"mode": "fixed"}), [resumed])[item.request_id]
+                == whole[cut:]
+            )
 
 
 def test_sampled_texts_are_legal(checkpoint: Path) -> None:
     sampled = requests(48, temperature=1.0)
-    speculating = engine(checkpoint, "fixed")
+    speculating = engine(checkpoint, speculation={"mode": "fixed"})
     texts = run(speculating, sampled)
     assert speculating.counters.accepted_tokens > 0
     assert speculating.counters.rejected_tokens > 0
@@ -120,7 +122,7 @@ def test_sampled_texts_are_legal(checkpoint: Path) -> None:
 
 
 def test_the_end_of_a_grammar_is_the_end_of_the_text(checkpoint: Path) -> None:
-    speculating = engine(checkpoint, "fixed")
+    speculating = engine(checkpoint, speculation={"mode": "fixed"})
     speculating.add_request(requests()[1])
     outputs = []
     while speculating.has_work():
@@ -154,12 +156,12 @@ def test_rows_are_masked_by_what_stands_before_them(columns: Columns, drafted: l
 
 def test_other_rules_give_way_where_they_forbid_all_that_is_legal(checkpoint: Path) -> None:
     short = replace(request("0", (1, 3, 2), temperature=0.0, min_tokens=5), grammar=ebnf('root ::= "a"'))
-    assert run(engine(checkpoint, "fixed"), [short])["0"] == [1, END]
+    assert run(engine(checkpoint, speculation={"mode": "fixed"}), [short])["0"] == [1, END]
 
 
 def test_a_dead_end_may_only_end(checkpoint: Path) -> None:
     stuck = replace(requests()[0], grammar=ebnf('root ::= "a" "é"'))  # no token spells é
-    assert run(engine(checkpoint, "fixed"), [stuck])["0"] == [1, END]
+    assert run(engine(checkpoint, speculation={"mode": "fixed"}), [stuck])["0"] == [1, END]
 
 
 def test_the_joint_law_is_the_masked_targets(checkpoint: Path) -> None:
@@ -171,7 +173,7 @@ def test_the_joint_law_is_the_masked_targets(checkpoint: Path) -> None:
     for first in firsts:
         chance = masked_probs(prompt, firsts)[first]
         expected[first] = count * chance * masked_probs((*prompt, first), seconds)
-    speculating = engine(checkpoint, "adaptive")
+    speculating = engine(checkpoint, speculation={"mode": "adaptive"})
     for start in range(0, count, 300):
         batch = [request(str(start + i), prompt, temperature=1.0, max_tokens=4) for i in range(300)]
         for tokens in run(speculating, [replace(item, grammar=grammar) for item in batch]).values():

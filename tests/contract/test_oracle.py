@@ -18,12 +18,12 @@ from dspark_ray.models.adjust import Columns
 from dspark_ray.models.noise import shared_noise
 from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.token_rules import token_rules
+from tests.oracle_grid import GRID, Conditions, check_texts
 from tests.reference import dense_logits
-from tests.tiny_engine import collect, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 VOCAB = 24
 EOS = 5
-MODES = ("fixed", "threshold", "algorithm1", "adaptive")
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "presence": {"temperature": 0.0, "presence_penalty": 0.6},
@@ -76,16 +76,13 @@ def requests() -> list[Request]:
     ]
 
 
-def engine(checkpoint: Path | None, mode: str, **sections: Any) -> Engine:
-    speculation = {"mode": mode, "threshold": 0.2}
-    return tiny_engine(
-        checkpoint, vocab_size=VOCAB, eos_token_ids=(EOS,), speculation=speculation, **sections
-    )
+def engine(checkpoint: Path | None, **sections: Any) -> Engine:
+    return tiny_engine(checkpoint, vocab_size=VOCAB, eos_token_ids=(EOS,), **sections)
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, list[int]]:
-    return run(engine(None, "off"), requests())
+    return run(engine(None, speculation={"mode": "off"}), requests())
 
 
 def test_the_oracle_itself_is_the_definition(plain: dict[str, list[int]]) -> None:
@@ -107,51 +104,18 @@ def test_the_oracle_itself_is_the_definition(plain: dict[str, list[int]]) -> Non
     assert len({tuple(text) for text in plain.values()}) > len(SETTINGS)  # the settings matter
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("concurrency", "prefix_cache", "num_blocks"),
-    [(1, True, 64), (4, False, 64), (16, True, 64), (16, False, 32)],
-)
+@pytest.mark.parametrize("conditions", GRID, ids=str)
 def test_every_mode_writes_the_same_texts(
-    checkpoint: Path,
-    plain: dict[str, list[int]],
-    mode: str,
-    concurrency: int,
-    prefix_cache: bool,
-    num_blocks: int,
+    checkpoint: Path, plain: dict[str, list[int]], conditions: Conditions
 ) -> None:
-    speculating = engine(
-        checkpoint,
-        mode,
-        model={"max_model_len": 64},
-        engine={"max_running": concurrency, "prefix_cache": prefix_cache, "kv_num_blocks": num_blocks},
-    )
-    budgets = set()
-    items = requests()[:: {1: 4, 4: 2}.get(concurrency, 1)]  # one after the other, fewer are enough
-    texts: dict[str, list[int]] = {item.request_id: [] for item in items}
-    for item in items:
-        speculating.add_request(item)
-    while speculating.has_work():
-        collect(speculating.step(), texts)
-        budgets.add(speculating.recent_steps()[-1].budget_tokens)
-    assert texts == {item.request_id: plain[item.request_id] for item in items}
-    counters = speculating.counters
-    assert counters.drafted_tokens > 0
-    assert counters.accepted_tokens > 0
-    assert counters.drafted_tokens == counters.verified_tokens + counters.trimmed_tokens
-    assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
-    if mode == "adaptive" and concurrency > 1:
-        assert counters.trimmed_tokens > 0
-        assert len(budgets) >= 3
-    if prefix_cache:
-        assert speculating.stats().prefix_hit_tokens > 0
-    if num_blocks < 64:
-        assert speculating.stats().num_preemptions > 0
-    assert speculating.pool.num_used == 0
+    items = requests()[:: {1: 6, 4: 2}.get(conditions.concurrency, 1)]  # with few at a time, fewer are enough
+    speculating = engine(checkpoint, **conditions.sections)
+    check_texts(speculating, items, plain, conditions)
+    assert (speculating.stats().prefix_hit_tokens > 0) == conditions.prefix_cache
 
 
 def test_prompt_look_up_writes_the_same_texts(plain: dict[str, list[int]]) -> None:
-    speculating = engine(None, "adaptive", engine={"max_running": 16})
+    speculating = engine(None, speculation={"mode": "adaptive"}, engine={"max_running": 16})
     assert run(speculating, requests()) == plain
     assert speculating.counters.accepted_tokens > 0
 
@@ -163,7 +127,7 @@ def test_a_resumed_request_writes_what_is_missing(checkpoint: Path, plain: dict[
         for item in requests()
         if len(plain[item.request_id]) > 6
     ]
-    speculating = engine(checkpoint, "fixed", engine={"max_running": 16})
+    speculating = engine(checkpoint, speculation={"mode": "fixed"}, engine={"max_running": 16})
     texts = run(speculating, resumed)
     assert texts == {item.request_id: plain[item.request_id][6:] for item in resumed}
     assert len(resumed) > len(SETTINGS)
