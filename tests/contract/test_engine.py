@@ -157,6 +157,17 @@ def test_prefix_hits_with_a_drafter(checkpoint: Path) -> None:
     assert accepted[0] == accepted[1] > 0
 
 
+def test_a_drafter_takes_no_hit_away(checkpoint: Path) -> None:
+    """The same prompt tokens are found in the cache with a drafter and without, eight repeats at once."""
+    hits = []
+    for path, mode in ((checkpoint, "fixed"), (None, "off")):
+        engine = tiny_engine(path, vocab_size=VOCAB, speculation={"mode": mode})
+        run(engine, [request("first", shared_prompt(), temperature=0.0, max_tokens=12)])
+        run(engine, [request(str(i), [*shared_prompt(), i], temperature=0.0) for i in range(8)])
+        hits.append(engine.stats().prefix_hit_tokens)
+    assert hits[0] == hits[1] == 8 * 20
+
+
 def test_an_arrival_with_a_prefix_hit_leaves_shared_blocks_alone(checkpoint: Path) -> None:
     """Neither the target's nor the drafter's half of a shared block is written by the newcomer."""
     engine = tiny_engine(checkpoint, vocab_size=VOCAB)
@@ -333,6 +344,16 @@ def test_a_vanishing_temperature_is_greedy(checkpoint: Path, temperature: float)
     engine = tiny_engine(checkpoint, vocab_size=VOCAB)
     item = request("0", prompts(1)[0], temperature=temperature, max_tokens=24)
     assert run(engine, [item])["0"] == plain_texts()["0"]
+
+
+@pytest.mark.parametrize("leaves_one", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
+def test_filters_that_leave_one_token_are_greedy(checkpoint: Path, leaves_one: dict[str, Any]) -> None:
+    engine = tiny_engine(checkpoint, vocab_size=VOCAB)
+    asked = prompts(8)
+    greedy = run(engine, [request(str(i), p, temperature=0.0) for i, p in enumerate(asked)])
+    sampled = [request(str(i), p, temperature=1.5, **leaves_one) for i, p in enumerate(asked)]
+    assert run(engine, sampled) == greedy
+    assert engine.counters.accepted_tokens > 0
 
 
 def test_noise_differs_by_seed_choice_and_prompt(checkpoint: Path) -> None:

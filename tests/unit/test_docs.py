@@ -50,6 +50,14 @@ def test_files_exist(page: Path) -> None:
             assert (ROOT / path).exists() or (ROOT / "dspark_ray" / path).exists(), path
 
 
+def test_the_tests_that_are_named_exist() -> None:
+    named = re.findall(r"`(\w+(?:/\w+)*\.py)(?:::(\w+))?`", (ROOT / "docs" / "faults.md").read_text())
+    assert len(named) > 40
+    for path, function in named:
+        text = (ROOT / "tests" / path).read_text()
+        assert f"def {function}(" in text or not function, f"{path}::{function}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
 def test_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
