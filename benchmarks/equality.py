@@ -19,26 +19,18 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dspark_ray.cli.common import load_config, prepare_torch
-from dspark_ray.core.clock import ManualClock
-from dspark_ray.core.config import AppConfig
-from dspark_ray.core.types import VerificationMode
-from dspark_ray.engine.build import DTYPES, build_drafter, eos_token_ids
-from dspark_ray.engine.engine import Engine
+from dspark_ray.engine.build import DTYPES
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
-from dspark_ray.models.targets.decoder import load_target
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.profiling.equality import LOGIT_TOLERANCE, ModeReport, check_equality
 from dspark_ray.profiling.machine import machine_facts
-from dspark_ray.scheduling.step_table import StepTable
+from dspark_ray.profiling.modes import build_modes
 
 PROJECT_DIR = Path(__file__).resolve().parents[1]
 RESULTS_DIR = PROJECT_DIR / "benchmarks" / "results"
 MODES = ("fixed", "threshold", "algorithm1", "adaptive")
-STEEP_TABLE = StepTable(rows=np.array([1, 1024]), verify_ms=np.array([21.0, 1044.0]))  # 20 ms and 1 ms a row
 
 
 def main() -> None:
@@ -63,7 +55,7 @@ def main() -> None:
     tokenizer = Tokenizer.load(model_dir)
     files = [[p.token_ids for p in read_prompts(path, tokenizer, options.limit)] for path in options.prompts]
     prompts = [p for p in chain.from_iterable(zip_longest(*files)) if p is not None][: options.limit]
-    engines = build_engines(config, model_dir, ("off", *options.modes), options.dtype)
+    engines = build_modes(config, model_dir, ("off", *options.modes), options.dtype)
     reports = check_equality(
         engines.pop("off"),
         engines,
@@ -91,24 +83,6 @@ def main() -> None:
     }
     write(RESULTS_DIR / f"{options.name}.json", result)
     sys.exit(any(report.verdict != "equal" for report in reports))
-
-
-def build_engines(
-    config: AppConfig, model_dir: Path, modes: tuple[str, ...], dtype: str
-) -> dict[str, Engine]:
-    """One engine for each mode, on one target and one drafter."""
-    model = config.model.model_copy(update={"dtype": dtype})
-    engine = config.engine.model_copy(update={"prefix_cache": False})  # the drafter's KV is shared
-    target = load_target(model_dir, DTYPES[model.dtype], model.max_model_len)
-    drafter = build_drafter(config.model_copy(update={"engine": engine}), target)
-    engines = {}
-    for mode in modes:
-        speculation = config.speculation.model_copy(update={"mode": VerificationMode(mode)})
-        own = config.model_copy(update={"model": model, "engine": engine, "speculation": speculation})
-        used = None if mode == "off" else drafter
-        eos = eos_token_ids(model_dir)
-        engines[mode] = Engine(own, target, used, STEEP_TABLE, ManualClock(), eos_token_ids=eos)
-    return engines
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

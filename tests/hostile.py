@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import h11
 import httpx
 
 from dspark_ray.engine.grammar import Grammars
@@ -431,7 +432,7 @@ class ServedTarget:
             request = replace(request, body=request.body.replace(b'"m"', self._model))
         try:
             return await _send(self._client, request)
-        except (httpx.LocalProtocolError, httpx.RemoteProtocolError, httpx.WriteError, httpx.ReadError):
+        except (httpx.TransportError, h11.ProtocolError):
             return 0, b""  # no HTTP: refused by our own client, or by the server with a closed connection
 
     async def leftovers(self) -> list[str]:
