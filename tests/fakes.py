@@ -17,6 +17,7 @@ from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
 from dspark_ray.core.types import (
     AdapterRef,
+    ArmStats,
     EngineStats,
     FinishReason,
     Request,
@@ -26,6 +27,8 @@ from dspark_ray.core.types import (
     StepDetails,
     StepPlan,
     SurvivalReport,
+    SwapOrder,
+    SwapState,
     TokenLogprobs,
 )
 from dspark_ray.scheduling.step_table import StepTable
@@ -317,6 +320,7 @@ class OneEngineFleet:
         self.hangs = False
         self.adapters: list[AdapterRef] = []
         self.adapter_error: DsparkError | None = None
+        self.swap_state = SwapState("none")
 
     async def stats(self) -> list[EngineStats]:
         if self.hangs:
@@ -328,6 +332,18 @@ class OneEngineFleet:
 
     async def metrics_page(self) -> bytes:
         return b"dspark_drafts_total 1.0\n"
+
+    async def load_drafter(self, order: SwapOrder) -> None:
+        self.swap_state = SwapState("trial", order, arms=(ArmStats("scripted", 9, 1.5, 2.0, 0.75, 0.1),) * 2)
+
+    async def end_trial(self, promote: bool) -> None:
+        if self.swap_state.status != "trial":
+            raise RequestError("no drafter is being tried", status=409, code="no_trial")
+        status = "promoted" if promote else "rolled_back"
+        self.swap_state = replace(self.swap_state, status=status, reason="by hand")
+
+    async def swap_states(self) -> dict[str, SwapState]:
+        return {"replica": self.swap_state}
 
     async def load_adapter(self, adapter: AdapterRef) -> int:
         if self.adapter_error is not None:

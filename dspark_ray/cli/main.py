@@ -21,6 +21,7 @@ from dspark_ray.cli import (
     profile,
     serve,
     simulate,
+    swap_drafter,
     top,
     train,
 )
@@ -72,6 +73,7 @@ app.command("check", rich_help_panel=_SERVE)(check.check)
 app.command("serve", rich_help_panel=_SERVE)(serve.serve)
 app.command("chat", rich_help_panel=_SERVE)(chat.chat)
 app.command("top", rich_help_panel=_SERVE)(top.top)
+app.command("swap-drafter", rich_help_panel=_SERVE)(swap_drafter.swap_drafter)
 app.command("generate", rich_help_panel=_SERVE)(generate.generate)
 app.command("generate-data", rich_help_panel=_MAKE)(train.generate_data)
 app.command("train", rich_help_panel=_MAKE)(train.train)

@@ -103,6 +103,14 @@ class DrafterConfig(Section):
         return self
 
 
+class HotSwapConfig(Section):
+    """Another drafter, or other temperatures, while serving; off by default."""
+
+    load_from: str | None = Field(
+        None, description="folder below which operators may load drafters at run time; None: they may not"
+    )
+
+
 class SpeculationConfig(Section):
     """How much of a draft is verified."""
 
@@ -119,6 +127,7 @@ class SpeculationConfig(Section):
     canary: bool = Field(True, description="try the drafter on built-in prompts at start-up, warn if useless")
     temperatures: str | None = Field(None, description="calibration JSON; None: the checkpoint's own, if any")
     step_table: str | None = Field(None, description="step table JSON; None: profiled once and cached")
+    hot_swap: HotSwapConfig = HotSwapConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "SpeculationConfig":
@@ -318,6 +327,8 @@ class AppConfig(Section):
             raise ValueError("observability.record_path: only the native engine records its steps")
         if self.engine.kind == "timed" and self.lora.is_on:
             raise ValueError("lora: the timed engine has no weights to adapt; leave it out")
+        if self.engine.kind != "native" and self.speculation.hot_swap.load_from is not None:
+            raise ValueError("speculation.hot_swap: only the native engine swaps drafters")
         if any(adapter.name == self.model.id for adapter in self.lora.adapters):
             raise ValueError(f"lora.adapters: {self.model.id!r} is the model's own name (model.id)")
         longest, block_size = self.model.max_model_len, self.engine.kv_block_size
@@ -382,6 +393,9 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
         "drafter": drafter,
         "temperatures": existing("speculation.temperatures", speculation.temperatures),
         "step_table": existing("speculation.step_table", speculation.step_table),
+        "hot_swap": HotSwapConfig(
+            load_from=existing("speculation.hot_swap.load_from", speculation.hot_swap.load_from)
+        ),
     }
     source = config.model.source
     if source != DEFAULT_SOURCE:  # even where a folder has that name

@@ -282,6 +282,40 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapOrder:
+    """A drafter to be tried while serving, or new temperatures of the present one (`path` None)."""
+
+    path: str | None
+    temperatures: str | None = None  # None: those beside the checkpoint
+    kind: str | None = None  # None: the present one's
+    share: float = 0.1  # of the requests, during the trial
+    automatic: bool = True  # it is promoted or rolled back by its figures; if not, by hand
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ArmStats:
+    """One drafter of a trial."""
+
+    description: str
+    num_drafts: int  # judged
+    tau: float  # tokens a step of a drafted request, the bonus token included
+    step_ms: float  # of a step with this drafter alone; 1 where no step costs are known
+    tokens_per_ms: float  # of one request: what it is worth
+    error: float  # standard error of it
+
+
+@dataclass(frozen=True, slots=True)
+class SwapState:
+    """How a trial goes, or how the last one went."""
+
+    status: str  # none, trial, promoted, rolled_back
+    order: SwapOrder | None = None
+    reason: str = ""
+    arms: tuple[ArmStats, ...] = ()  # the drafter before, the candidate
+
+
+@dataclass(frozen=True, slots=True)
 class RowClaims:
     """What the requests behind the rows of `SurvivalReport.survival` claim."""
 

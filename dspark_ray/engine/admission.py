@@ -149,6 +149,7 @@ class Admission:
         sequence.num_registered = len(matched)
         sequence.prefix_identity = self.pool.identity_of(matched, sequence.prefix_root)
         sequence.num_computed = len(matched) * self.pool.block_size
+        sequence.context_from = self.pool.context_from(matched)
         if sequence.num_output == len(
             sequence.request.emitted_token_ids
         ):  # not a resumption after preemption

@@ -3,11 +3,12 @@
 A block holds `block_size` tokens of target KV *and* drafter context, so one table serves both and a
 prefix hit brings the drafter's context along. A full block of committed tokens is found again by the
 hash of everything up to its end; it stays findable after its last owner leaves, until it is evicted
-(least recently used first).
+(least recently used first). The drafter's half belongs to one drafter, by digest: to another one a hit
+brings the target's half only.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 PrefixKey = tuple[int, tuple[int, ...]]  # (identity of the preceding prefix, this block's token ids)
 
@@ -23,6 +24,10 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # oldest first
         self._key_of_block: dict[int, PrefixKey] = {}
         self._block_of_key: dict[PrefixKey, tuple[int, int]] = {}  # key → (block, identity of its prefix)
+        self._contexts: tuple[str, ...] = ()  # digests of the drafters whose context is stored now
+        self._contexts_of_block: dict[
+            int, frozenset[str]
+        ] = {}  # whose context a registered block holds whole
         self._roots: dict[str, int] = {}
         self._next_identity = 1  # 0 is the empty prefix of the model; identities are never used twice
 
@@ -89,26 +94,54 @@ class BlockPool:
         return blocks
 
     def register(
-        self, blocks: Sequence[int], token_ids: Sequence[int], num_registered: int, identity: int
+        self,
+        blocks: Sequence[int],
+        token_ids: Sequence[int],
+        num_registered: int,
+        identity: int,
+        context_from: Mapping[str, int] | None = None,
     ) -> tuple[int, int]:
         """Makes the full blocks of committed `token_ids` findable, from block `num_registered` on.
 
         `identity` is that of the prefix before it; returns the new (num_registered, identity). A block
-        whose content another block already holds is not registered twice, but shares its identity.
+        whose content another block already holds shares its identity, and takes its place only if it has
+        the context of more drafters. `context_from`: by drafter, the first position whose context it has
+        stored there.
         """
         if not self.prefix_cache:
             return num_registered, identity
         for chunk in self._full_chunks(token_ids, num_registered):
-            key = (identity, chunk)
+            key, start = (identity, chunk), num_registered * self.block_size
+            contexts = frozenset(d for d, first in (context_from or {}).items() if first <= start)
             known = self._block_of_key.get(key)
             if known is None:
-                known = (blocks[num_registered], self._next_identity)
+                self._keep(blocks[num_registered], key, self._next_identity, contexts)
                 self._next_identity += 1
-                self._block_of_key[key] = known
-                self._key_of_block[known[0]] = key
-            identity = known[1]
+            elif contexts > self._contexts_of_block[known[0]]:  # the same for the target, more for drafters
+                self._key_of_block.pop(known[0])
+                self._contexts_of_block.pop(known[0])
+                self._keep(blocks[num_registered], key, known[1], contexts)
+            identity = self._block_of_key[key][1]
             num_registered += 1
         return num_registered, identity
+
+    def context_from(self, blocks: Sequence[int]) -> dict[str, int]:
+        """By drafter that stores context now, where its context of these matched blocks begins."""
+        found = {}
+        for digest in self._contexts:
+            missing = [
+                i for i, block in enumerate(blocks) if digest not in self._contexts_of_block.get(block, ())
+            ]
+            found[digest] = (missing[-1] + 1) * self.block_size if missing else 0
+        return found
+
+    def keep_contexts(self, digests: Sequence[str]) -> None:
+        """These drafters store context from now on. What others have stored is gone: the target's half of
+        their blocks still hits."""
+        self._contexts = tuple(digests)
+        kept = frozenset(digests)
+        for block, contexts in self._contexts_of_block.items():
+            self._contexts_of_block[block] = contexts & kept
 
     def identity_of(self, blocks: Sequence[int], root: int = 0) -> int:
         """Identity of the prefix that ends with these matched blocks; `root` for none."""
@@ -119,7 +152,13 @@ class BlockPool:
         for start in range(first_block * size, len(token_ids) - size + 1, size):
             yield tuple(token_ids[start : start + size])
 
+    def _keep(self, block: int, key: PrefixKey, identity: int, contexts: frozenset[str]) -> None:
+        self._block_of_key[key] = (block, identity)
+        self._key_of_block[block] = key
+        self._contexts_of_block[block] = contexts
+
     def _forget(self, block: int) -> None:
         key = self._key_of_block.pop(block, None)
         if key is not None:
             del self._block_of_key[key]
+            self._contexts_of_block.pop(block, None)

@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 
 from dspark_ray.core.clock import Clock, SystemClock
-from dspark_ray.core.config import AppConfig
-from dspark_ray.core.types import VerificationMode
+from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
+from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.types import SwapOrder, VerificationMode
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.hot_swap import HotSwap
 from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.models.drafters import dspark, eagle, ngram  # noqa: F401  (they register themselves)
 from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
@@ -44,6 +46,9 @@ def build_engine(
         eos_token_ids=eos_token_ids(model_dir),
         grammars=Grammars.of_model(model_dir),
     )
+    engine.hot_swap = HotSwap(
+        engine, lambda order: build_candidate(config, target, order), target.config.vocab_size, clock
+    )
     if config.observability.record_path is not None:
         engine.recorder = StepRecorder(Path(config.observability.record_path), engine_id, clock)
     return engine
@@ -67,6 +72,19 @@ def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:
         ngram_max=speculation.drafter.ngram_max,
     )
     return DRAFTERS.get(speculation.drafter.kind)(context)
+
+
+def build_candidate(config: AppConfig, target: Decoder, order: SwapOrder) -> Drafter:
+    """The drafter of an order, beside the one that serves. Raises what `build_drafter` raises."""
+    speculation = config.speculation
+    kind = order.kind or speculation.drafter.kind
+    if kind not in DRAFTERS.names() or kind in MODEL_FREE_DRAFTERS:
+        raise ConfigError(f"drafter kind {kind!r} has no checkpoint to be swapped")
+    named = speculation.drafter.model_copy(update={"kind": kind, "path": order.path, "hub_id": None})
+    changed = speculation.model_copy(update={"drafter": named, "temperatures": order.temperatures})
+    drafter = build_drafter(config.model_copy(update={"speculation": changed}), target)
+    assert drafter is not None, "speculation is on: something drafts already"
+    return drafter
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.hot_swap import HotSwap
 from dspark_ray.engine.logprobs import prompt_logprobs, token_logprobs
 from dspark_ray.engine.recent import RecentSteps, StepRecord
 from dspark_ray.engine.recorder import StepRecorder
@@ -102,6 +103,9 @@ class Engine:
         self.draft_log: DraftLog | None = None  # set by those who calibrate
         self.grammars = grammars
         self.adapters = Adapters(config.lora, target)
+        self.hot_swap: HotSwap | None = None  # set by `build_engine`
+        if drafter is not None:
+            self.pool.keep_contexts(drafter.context_digests)
         self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
         self._coupling = Coupling(self.budget, clock)
         self._recent = RecentSteps(clock)
@@ -170,6 +174,8 @@ class Engine:
         outputs = self._commit(batch, forwarded, verdicts)
         num_drafted = self._draft()
         self._note(batch, num_drafted, started_ms)
+        if self.hot_swap is not None:
+            self.hot_swap.tick()
         return outputs
 
     def _plan(self) -> list[Work]:
@@ -331,12 +337,19 @@ class Engine:
             self.counters.trimmed_tokens += len(sequence.draft.token_ids)
             sequence.draft = None
 
+    def forget_drafts(self) -> list[Sequence]:
+        """Drops every unverified draft; the requests that run."""
+        for sequence in self.admission.running:
+            self._forget_draft(sequence)
+        return self.admission.running
+
     def _register_prefix(self, sequence: Sequence) -> None:
         sequence.num_registered, sequence.prefix_identity = self.pool.register(
             sequence.blocks,
             sequence.token_ids[: sequence.num_computed],
             sequence.num_registered,
             sequence.prefix_identity,
+            sequence.context_from,
         )
 
     def _note_prompt_logprobs(self, item: Work, hidden: Tensor) -> None:
@@ -392,6 +405,8 @@ class Engine:
                     s.rng.random(width),
                     s.adjuster,
                     s.noise_keys(width),
+                    s.arrival,
+                    s.context_from,
                 )
                 for s in chosen
             ]

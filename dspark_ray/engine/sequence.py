@@ -44,6 +44,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_registered: int = 0  # leading blocks known to the prefix cache
     prefix_identity: int = 0
+    context_from: dict[str, int] = field(default_factory=dict)  # by drafter: where its context begins
     prefix_root: int = 0  # identity of its empty prefix: an adapter has one of its own
     draft: Draft | None = None
     survival_history: list[FloatArray] = field(default_factory=list)  # scores of past drafts, newest last

@@ -137,6 +137,7 @@ class TimedDrafter:
 
     taps: tuple[int, ...] = ()
     vocab_map: Tensor | None = None
+    context_digests: tuple[str, ...] = ()
 
     def __init__(
         self, acceptance: Acceptance, num_draft_tokens: int, table: StepTable, pace: Pace, seed: int

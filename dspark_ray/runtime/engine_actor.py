@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import ray
@@ -17,8 +18,8 @@ import zmq
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig
-from dspark_ray.core.errors import DsparkError
-from dspark_ray.core.types import AdapterRef, EngineStats, StepPlan
+from dspark_ray.core.errors import DsparkError, EngineDeadError, RequestError
+from dspark_ray.core.types import AdapterRef, EngineStats, StepPlan, SwapOrder, SwapState
 from dspark_ray.runtime.engine_loop import EngineLoop, StepEngine
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.messages import ApplyPlan, encode
@@ -32,7 +33,9 @@ from dspark_ray.runtime.transport import Outboxes, bind_inbox
 logger = logging.getLogger(__name__)
 
 CONTROL = "control"
-CONCURRENCY_GROUPS = {CONTROL: 2}
+LOADING = "loading"  # takes seconds: health must not wait for it
+CONCURRENCY_GROUPS = {CONTROL: 2, LOADING: 1}
+CALL_TIMEOUT_S = 30.0
 _PLANS_ADDRESS = "inproc://plans"
 
 
@@ -46,6 +49,23 @@ class AdapterHolder(Protocol):
     def forget(self, digest: str) -> None: ...
 
 
+class DrafterSwap(Protocol):
+    """An engine's drafter and its candidate. `build` is for any thread, the rest for the loop's; all but
+    `refresh` raise `RequestError`."""
+
+    state: SwapState
+
+    def build(self, order: SwapOrder) -> Any: ...
+
+    def start(self, candidate: Any) -> None: ...
+
+    def promote(self, reason: str) -> None: ...
+
+    def roll_back(self, reason: str) -> None: ...
+
+    def refresh(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
     """What an engine factory gives back."""
@@ -55,6 +75,7 @@ class LoadedEngine:
     close: Callable[[], None] = lambda: None  # ends what the engine has started outside this process
     prepare: PrepareRequest | None = None  # slow work of a request, for a thread beside the step loop
     adapters: "AdapterHolder | None" = None  # where it serves any
+    hot_swap: "DrafterSwap | None" = None  # where its drafter can be swapped
 
 
 EngineFactory = Callable[[AppConfig, str], LoadedEngine]
@@ -86,6 +107,7 @@ class EngineActor:
         self._loop: EngineLoop | None = None
         self._close_engine: Callable[[], None] = lambda: None
         self._adapters: AdapterHolder | None = None
+        self._hot_swap: DrafterSwap | None = None
         self._plans: PlanClient | None = None
         self._send_plan: Callable[[StepPlan], None] | None = None
         self._ready = False
@@ -96,7 +118,7 @@ class EngineActor:
         find_or_start_scheduler(self._app_name, self._config.scheduler)  # its process starts meanwhile
         loaded = self._factory(self._config, self._replica_id)
         self._close_engine = loaded.close
-        self._adapters = loaded.adapters
+        self._adapters, self._hot_swap = loaded.adapters, loaded.hot_swap
         context = zmq.Context()
         inbox = bind_inbox(context, ray.util.get_node_ip_address())
         inbox.socket.bind(_PLANS_ADDRESS)
@@ -149,7 +171,37 @@ class EngineActor:
         if self._send_plan is not None:
             self._send_plan(plan)
 
-    @ray.method(concurrency_group=CONTROL)
+    @ray.method(concurrency_group=LOADING)
+    def load_drafter(self, order: SwapOrder) -> DsparkError | None:
+        """Reads a drafter beside the loop, and begins its trial; the error if it cannot serve here."""
+        return self._swap(lambda swap: partial(swap.start, swap.build(order)))
+
+    @ray.method(concurrency_group=LOADING)
+    def end_trial(self, promote: bool, order: SwapOrder | None = None) -> DsparkError | None:
+        """By hand; with an order, only its own trial."""
+        if order is not None and (self._hot_swap is None or self._hot_swap.state.order != order):
+            return None
+        return self._swap(lambda swap: partial(swap.promote if promote else swap.roll_back, "by hand"))
+
+    @ray.method(concurrency_group=LOADING)
+    def swap_state(self) -> SwapState | DsparkError:
+        """How a trial goes, or how the last one went."""
+        error = self._swap(lambda swap: swap.refresh)
+        return error or (SwapState("none") if self._hot_swap is None else self._hot_swap.state)
+
+    def _swap(self, prepare: Callable[[DrafterSwap], Callable[[], None]]) -> DsparkError | None:
+        """Does between two steps what `prepare`, on this thread, makes of the engine's swap."""
+        if self._hot_swap is None or self._loop is None:
+            return RequestError("this engine cannot swap its drafter now", status=409, code="no_drafter")
+        try:
+            self._loop.call(prepare(self._hot_swap)).result(CALL_TIMEOUT_S)
+        except DsparkError as error:
+            return error
+        except TimeoutError:
+            return EngineDeadError("the engine's loop does not turn")
+        return None
+
+    @ray.method(concurrency_group=LOADING)
     def load_adapter(self, adapter: AdapterRef) -> DsparkError | None:
         """Reads it, beside the loop, unless the engine is still loading; the error if it cannot be served."""
         try:

@@ -33,7 +33,13 @@ def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
     engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id)
     for adapter in config.lora.adapters[: config.lora.max_loaded]:
         engine.adapters.load(adapter_ref(adapter.name, Path(adapter.path)))
-    return LoadedEngine(engine, _canary_prompt(model_dir), prepare=engine.slow_work, adapters=engine.adapters)
+    return LoadedEngine(
+        engine,
+        _canary_prompt(model_dir),
+        prepare=engine.slow_work,
+        adapters=engine.adapters,
+        hot_swap=engine.hot_swap,
+    )
 
 
 def vllm_engine(config: AppConfig, engine_id: str) -> LoadedEngine:

@@ -5,12 +5,15 @@ to the server that sent it.
 """
 
 import logging
+import queue
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dspark_ray.core.clock import Clock
-from dspark_ray.core.errors import QueueFullError, RequestError
+from dspark_ray.core.errors import DsparkError, QueueFullError, RequestError
 from dspark_ray.core.types import (
     EngineStats,
     FinishReason,
@@ -109,6 +112,7 @@ class EngineLoop:
         self._reporter = reporter
         self._preparation = Preparation(prepare or (lambda request: None))
         self._owners: dict[str, _Owner] = {}
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         self._stopped = False
         self._snapshot_at_ms = 0.0
         self.snapshot: EngineStats = engine.stats()  # replaced as a whole: other threads may read it
@@ -124,9 +128,16 @@ class EngineLoop:
             self._outboxes.close()
             self._inbox.socket.close()
 
+    def call(self, function: Callable[[], None]) -> "Future[None]":
+        """Runs it between two steps, a second later at most. For any thread."""
+        future: Future[None] = Future()
+        self._calls.put((function, future))
+        return future
+
     def turn(self) -> None:
         """One round; blocks only while there is nothing to do."""
         self._receive()
+        self._answer_calls()
         if self._engine.has_work():
             self._deliver(self._step())
         self._outboxes.flush()
@@ -144,6 +155,14 @@ class EngineLoop:
             self._handle(message)
         for prepared, error in self._preparation.finished():
             self._admit(prepared, error)
+
+    def _answer_calls(self) -> None:
+        while not self._calls.empty():
+            function, future = self._calls.get()
+            try:
+                future.set_result(function())
+            except DsparkError as error:
+                future.set_exception(error)
 
     def _idle_wait_ms(self) -> int:
         soon = self._outboxes.is_waiting or self._preparation.is_busy

@@ -10,15 +10,15 @@ from ray.exceptions import RayError
 from ray.util import list_named_actors
 
 from dspark_ray.core.clock import Clock, SystemClock
-from dspark_ray.core.errors import EngineDeadError
-from dspark_ray.core.types import AdapterRef, EngineStats
+from dspark_ray.core.errors import DsparkError, EngineDeadError
+from dspark_ray.core.types import AdapterRef, EngineStats, SwapOrder, SwapState
 from dspark_ray.observability.fleet_page import FleetCounters, fleet_page
 from dspark_ray.runtime.names import NAMESPACE, engine_prefix
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 2.0
-ADAPTER_TIMEOUT_S = 60.0
+LOADING_TIMEOUT_S = 120.0
 FRESH_MS = 200.0  # answers are shared by all who ask within this time
 
 
@@ -56,16 +56,38 @@ class EngineFleet:
     async def load_adapter(self, adapter: AdapterRef) -> int:
         """How many engines have read it. Raises the error of one that cannot, or `EngineDeadError` for one
         that does not answer."""
-        await self._refresh()
-        calls = [handle.load_adapter.remote(adapter) for handle in self._handles.values()]
+        return len(await self._tell("load_adapter", adapter))
+
+    async def load_drafter(self, order: SwapOrder) -> None:
+        """Begins a trial on every engine, or on none; raises as `load_adapter` does."""
         try:
-            answers = await asyncio.wait_for(asyncio.gather(*calls), ADAPTER_TIMEOUT_S)
+            await self._tell("load_drafter", order)
+        except DsparkError:
+            for handle in self._handles.values():
+                handle.end_trial.remote(False, order)
+            raise
+
+    async def end_trial(self, promote: bool) -> None:
+        await self._tell("end_trial", promote)
+
+    async def swap_states(self) -> dict[str, SwapState]:
+        """By replica."""
+        answers = await self._tell("swap_state")
+        return {name.removeprefix(self._prefix): state for name, state in answers.items()}
+
+    async def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """What every engine answers, by name; raises an answer that is an error."""
+        await self._refresh()
+        handles = dict(self._handles)
+        calls = [getattr(handle, method).remote(*arguments) for handle in handles.values()]
+        try:
+            answers = await asyncio.wait_for(asyncio.gather(*calls), LOADING_TIMEOUT_S)
         except (RayError, TimeoutError) as error:
-            raise EngineDeadError(f"a replica did not load {adapter.name!r}: try again") from error
+            raise EngineDeadError(f"a replica did not answer to {method}: try again") from error
         for answer in answers:
-            if answer is not None:
+            if isinstance(answer, DsparkError):
                 raise answer
-        return len(calls)
+        return dict(zip(handles, answers, strict=True))
 
     async def unload_adapter(self, adapter: AdapterRef) -> None:
         """Frees what engines hold of it; one that does not hear it evicts it as the least used."""

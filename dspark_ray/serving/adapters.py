@@ -18,6 +18,7 @@ from dspark_ray.core.errors import CheckpointError, RequestError
 from dspark_ray.core.types import AdapterRef
 from dspark_ray.models.targets.lora_checkpoint import adapter_ref, read_settings
 from dspark_ray.serving.body import Body
+from dspark_ray.serving.folders import below
 
 logger = logging.getLogger(__name__)
 
@@ -146,15 +147,7 @@ class AdapterBook:
         return adapter
 
     def _read(self, name: str, path: str) -> AdapterRef:
-        """Clients name folders of the server: none outside `lora.load_from` is even looked at."""
-        root = Path(self._config.load_from or "").resolve()
-        folder = (root / path).resolve()
-        if not folder.is_relative_to(root):
-            raise RequestError(
-                f"{path!r} is not below the folder that adapters are loaded from",
-                param="lora_path",
-                code="invalid_value",
-            )
+        folder = below(self._config.load_from, path, "lora_path")
         try:
             read_settings(folder, self._config.max_rank)
             return adapter_ref(name, folder)

@@ -12,12 +12,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from dspark_ray.core.config import AppConfig
+from dspark_ray.core.config import AppConfig, HotSwapConfig
 from dspark_ray.core.errors import DsparkError, RequestError
 from dspark_ray.core.types import EngineStats
 from dspark_ray.serving import responses
 from dspark_ray.serving.adapters import AdapterBook, LoadAdapter, UnloadAdapter
 from dspark_ray.serving.body import validate
+from dspark_ray.serving.drafters import SwapDrafter, SwappingEngines, states_body, swap_order
 from dspark_ray.serving.errors import error_body, http_error
 from dspark_ray.serving.json_body import parse_object, read_body
 from dspark_ray.serving.parsing import (
@@ -42,8 +43,8 @@ ParseJob = Callable[[dict[str, Any], ServedModel, str], Job]
 """(body, model, request id) → what to do. Raises `RequestError`; may take long for long texts."""
 
 
-class Fleet(Protocol):
-    """What the replicas say of themselves; no call fails because a replica does."""
+class Fleet(SwappingEngines, Protocol):
+    """What the replicas say of themselves; no call of these fails because a replica does."""
 
     def last_stats(self) -> list[EngineStats]:
         """What is known already: returns at once."""
@@ -71,6 +72,8 @@ def build_api(
     _add_models(api, model, adapters)
     if adapters.loads_at_run_time:
         _add_adapter_loading(api, model, adapters)
+    if config.speculation.hot_swap.load_from is not None:
+        _add_drafter_swapping(api, config.speculation.hot_swap, fleet)
     _add_operations(api, config, fleet, versions)
     add_ui(api)
     return api
@@ -154,6 +157,30 @@ def _add_adapter_loading(api: FastAPI, model: ServedModel, adapters: AdapterBook
         fields = validate(UnloadAdapter, await _json_object(request))
         adapter = await adapters.unload(fields.lora_name)
         return {"id": adapter.name, "object": "model", "deleted": True}
+
+
+def _add_drafter_swapping(api: FastAPI, config: HotSwapConfig, fleet: SwappingEngines) -> None:
+    async def states() -> dict[str, Any]:
+        return states_body(await fleet.swap_states())
+
+    @api.get("/v1/drafter")
+    async def trial_state() -> dict[str, Any]:
+        return await states()
+
+    @api.post("/v1/drafter/swap")
+    async def swap_drafter(request: Request) -> dict[str, Any]:
+        await fleet.load_drafter(swap_order(validate(SwapDrafter, await _json_object(request)), config))
+        return await states()
+
+    @api.post("/v1/drafter/promote")
+    async def promote_drafter() -> dict[str, Any]:
+        await fleet.end_trial(promote=True)
+        return await states()
+
+    @api.post("/v1/drafter/roll_back")
+    async def roll_back_drafter() -> dict[str, Any]:
+        await fleet.end_trial(promote=False)
+        return await states()
 
 
 def _add_operations(api: FastAPI, config: AppConfig, fleet: Fleet, versions: dict[str, str]) -> None:

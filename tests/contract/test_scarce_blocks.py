@@ -28,6 +28,7 @@ class TellTaleDrafter:
     num_draft_tokens = 2
     taps: tuple[int, ...] = ()
     vocab_map = None
+    context_digests: tuple[str, ...] = ()
 
     def commit(self, rows: ContextRows) -> None: ...
 

@@ -28,7 +28,11 @@ def native(cluster: str, model_dir: Path, tmp_path_factory: pytest.TempPathFacto
         {
             "model": {"id": "tiny", "source": str(model_dir), "dtype": "float32", "max_model_len": 512},
             "engine": {"num_threads": 1, "kv_num_blocks": 256, "max_step_rows": 128},
-            "speculation": {"drafter": {"kind": "ngram"}, "mode": "fixed"},
+            "speculation": {
+                "drafter": {"kind": "ngram"},
+                "mode": "fixed",
+                "hot_swap": {"load_from": str(store)},
+            },
             "lora": {"load_from": str(store)},
             "scheduler": {"policy": "shared_cap", "cap_draft_tokens_per_s": CAP},
         }
@@ -107,3 +111,13 @@ def test_an_adapter_is_loaded_used_and_unloaded_at_run_time(native: Fleet) -> No
     assert post("unload", lora_name="sql")[0] == 200
     gone = native.client.post("/v1/completions", json={"model": "sql", "prompt": PROMPT})
     assert gone.status_code == 404
+
+
+def test_a_drafter_that_is_none_is_refused_by_the_engine(native: Fleet) -> None:
+    order = {"path": "sql", "kind": "dspark"}  # an adapter
+    refused = native.client.post("/v1/drafter/swap", json=order)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_drafter")
+    (state,) = native.client.get("/v1/drafter").json()["replicas"]
+    assert state["status"] == "none"
+    ended = native.client.post("/v1/drafter/promote")
+    assert (ended.status_code, ended.json()["error"]["code"]) == (409, "no_trial")

@@ -4,9 +4,10 @@ All methods are called by the step loop, on its thread, and may not block on any
 Drafts are one block per request; a request's KV blocks hold the drafter's context beside the target's.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,9 @@ class DraftRequest:
     adjuster: LogitsAdjuster | None = None
     # With shared noise, of the places to draft [n]: a token drawn with it is the target's own more often.
     noise_keys: NDArray[np.int64] | None = None
+    number: int = 0  # of the request, in order of arrival
+    # By drafter, the first position whose context that drafter has stored; absent: all from the start.
+    context_from: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class Drafter(Protocol):
     num_draft_tokens: int  # γ
     taps: tuple[int, ...]  # target layers whose outputs it wants
     vocab_map: Tensor | None
+    context_digests: tuple[str, ...]  # of the checkpoint whose context it stores; empty: it stores none
 
     def commit(self, rows: ContextRows) -> None:
         """Stores the context of committed rows. Called once a step, before `propose`."""
@@ -86,6 +91,15 @@ class Drafter(Protocol):
 
     def describe(self) -> str:
         """One line for the start-up log."""
+
+
+@runtime_checkable
+class CalibratedDrafter(Drafter, Protocol):
+    """One whose confidences have temperatures."""
+
+    def with_temperatures(self, path: Path) -> Drafter:
+        """The same network and context with other temperatures. `ConfigError` if it has no head for them,
+        `ArtefactError` for those of another drafter. Called beside the step loop."""
 
 
 @dataclass(frozen=True, slots=True)

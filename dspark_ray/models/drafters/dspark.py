@@ -3,6 +3,7 @@
 `network.py` is the same network for training; a contract test holds the two together.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from dspark_kernels.rope import k_rope_store, qkv_rope
 from dspark_kernels.stack import compiled_stack
 from torch import Tensor
 
-from dspark_ray.core.errors import CheckpointError
+from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.core.types import FloatArray
 from dspark_ray.models.drafters.base import (
     DRAFTERS,
@@ -189,10 +190,11 @@ class DSparkDrafter:
         self.backbone = Backbone(config, weights, context)
         self.heads = SequentialHeads(config, weights, target)
         self.vocab_map = self.heads.vocab_map
+        self.context_digests = (self.backbone.pages.digest,)
+        self._path = Path(str(context.path))
         self._head: CalibratedConfidence | None = None
         if self.heads.confidence is not None:
-            path = Path(str(context.path))
-            self._head = load_confidence(path, context.temperatures, config.block_size)
+            self._head = load_confidence(self._path, context.temperatures, config.block_size)
         learns = self._head is None or context.confidence == "online"
         self._online = OnlineConfidence(config.block_size, self._head) if learns else None
 
@@ -231,6 +233,15 @@ class DSparkDrafter:
             confidence_logits=confidence_logits,
             notes=notes,
         )
+
+    def with_temperatures(self, path: Path) -> "DSparkDrafter":
+        if self._head is None:
+            raise ConfigError(f"{self._path} has no confidence head, so it has no temperatures")
+        other = copy.copy(self)
+        other._head = load_confidence(self._path, str(path), self.config.block_size)
+        if self._online is not None:
+            other._online = OnlineConfidence(self.config.block_size, other._head)
+        return other
 
     def describe(self) -> str:
         c = self.config

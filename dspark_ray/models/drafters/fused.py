@@ -13,6 +13,7 @@ from torch import Tensor
 from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.models.drafters.base import DrafterContext, DraftRequest
 from dspark_ray.models.drafters.checkpoint import D2T_TENSOR, load_checkpoint
+from dspark_ray.models.drafters.confidence import drafter_digest
 from dspark_ray.models.drafters.families import DrafterConfig
 from dspark_ray.models.drafters.shape import WINDOW_STEP, DrafterShape
 from dspark_ray.models.rope import RopeTable, build_rope
@@ -63,6 +64,8 @@ class ContextPages:
 
     def __init__(self, config: DrafterShape, context: DrafterContext) -> None:
         self._config, self._block_size = config, context.kv_block_size
+        assert context.path is not None
+        self.digest = drafter_digest(Path(context.path))
         if config.context_window is not None and WINDOW_STEP % context.kv_block_size:
             raise ConfigError(
                 f"a drafter with a context window needs an engine.kv_block_size that divides {WINDOW_STEP}, "
@@ -72,8 +75,8 @@ class ContextPages:
     def batch(self, requests: Sequence[DraftRequest], ends: Sequence[int], num_rows: int) -> PagedBatch:
         """`num_rows` query rows of each request over its context positions below `ends` [R]."""
         size = self._block_size
-        first = [self._config.context_start(len(r.token_ids) - 1) // size for r in requests]
         last = [-(-end // size) for end in ends]
+        first = [min(self._first_block(r), end) for r, end in zip(requests, last, strict=True)]
         widest = max(1, *(end - start for start, end in zip(first, last, strict=True)))
         tables = np.zeros((len(requests), widest), dtype=np.int32)
         for row, (request, start, end) in enumerate(zip(requests, first, last, strict=True)):
@@ -87,6 +90,11 @@ class ContextPages:
             max_query=num_rows,
             max_kv=max(lengths),
         )
+
+    def _first_block(self, request: DraftRequest) -> int:
+        """That the window reaches, and of which this drafter has stored everything."""
+        window = self._config.context_start(len(request.token_ids) - 1) // self._block_size
+        return max(window, -(-request.context_from.get(self.digest, 0) // self._block_size))
 
 
 def load_for_target(context: DrafterContext, kind: str) -> tuple[DrafterConfig, Weights, Decoder]:

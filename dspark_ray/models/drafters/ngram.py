@@ -26,6 +26,7 @@ class NgramDrafter:
 
     taps: tuple[int, ...] = ()
     vocab_map: Tensor | None = None
+    context_digests: tuple[str, ...] = ()
 
     def __init__(self, context: DrafterContext) -> None:
         self.num_draft_tokens = context.num_draft_tokens

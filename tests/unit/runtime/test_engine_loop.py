@@ -278,3 +278,18 @@ def test_others_go_on_while_a_request_is_prepared() -> None:
     assert {e.output.request_id for e in emissions} == {"g1"}
     assert emissions[-1].output.finish_reason is FinishReason.LENGTH
     bench.close()
+
+
+def test_others_have_the_loop_call_something_between_steps() -> None:
+    bench = Bench()
+    seen: list[str] = []
+
+    def refuse() -> None:
+        raise RequestError("not now")
+
+    done, refused = bench.loop.call(lambda: seen.append("called")), bench.loop.call(refuse)
+    assert not done.done()
+    bench.loop.turn()
+    assert (done.result(), seen) == (None, ["called"])
+    with pytest.raises(RequestError, match="not now"):
+        refused.result()
