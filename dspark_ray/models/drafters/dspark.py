@@ -190,7 +190,7 @@ class DSparkDrafter:
         self.backbone = Backbone(config, weights, context)
         self.heads = SequentialHeads(config, weights, target)
         self.vocab_map = self.heads.vocab_map
-        self.context_digests = (self.backbone.pages.digest,)
+        self.context_digests: tuple[str, ...] = (self.backbone.pages.digest,)
         self._path = Path(str(context.path))
         self._head: CalibratedConfidence | None = None
         if self.heads.confidence is not None:

@@ -151,7 +151,7 @@ class AutoregressiveDrafter:
         self.num_draft_tokens = context.num_draft_tokens
         self.taps = config.target_layer_ids
         self.layer = FeedbackLayer(config, weights, context)
-        self.context_digests = (self.layer.pages.digest,)
+        self.context_digests: tuple[str, ...] = (self.layer.pages.digest,)
         self.norm = weights["norm.weight"]
         self.vocab_map, order = draft_vocabulary(config, weights)
         if config.has_own_head:
