@@ -1,4 +1,4 @@
-"""The official client asks the real model for JSON, a tool call and a choice, with adaptive verification."""
+"""What the official client's own examples ask for, of the real model, with adaptive verification."""
 
 import json
 from collections.abc import AsyncIterator
@@ -62,3 +62,47 @@ async def test_the_real_model_keeps_to_what_was_asked(app: LocalApp) -> None:
     counters = app.local.engine.stats().counters
     assert counters.drafted_tokens > 0
     assert counters.accepted_tokens > 0
+
+
+async def test_the_official_clients_examples(app: LocalApp) -> None:
+    client = openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="unused", http_client=app.client, max_retries=0
+    )
+    common: Any = {"model": "smollm2-135m-instruct", "messages": MESSAGES, "max_tokens": 24, "seed": 5}
+    whole = await client.chat.completions.create(**common, n=2, logprobs=True, top_logprobs=3)
+    first, second = whole.choices
+    assert first.message.content != second.message.content
+    assert whole.usage is not None
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert all(len(token.top_logprobs) == 3 for token in choice.logprobs.content)
+    tokens = [token for choice in whole.choices for token in choice.logprobs.content]  # type: ignore[union-attr]
+    assert whole.usage.completion_tokens == len(tokens)
+
+    stream = await client.chat.completions.create(
+        **common, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == first.message.content  # one seed, one text
+    assert chunks[-1].usage is not None
+
+    in_full = common | {"max_tokens": 200}
+    async with client.chat.completions.stream(**in_full, response_format=Answer) as events:
+        assert any([event.type == "content.done" async for event in events])
+        parsed = (await events.get_final_completion()).choices[0].message.parsed
+    assert isinstance(parsed, Answer)
+
+    question: Any = {"model": "smollm2-135m-instruct", "input": "Hello!", "max_output_tokens": 24}
+    answer = await client.responses.create(**question, temperature=0)
+    async with client.responses.stream(**question, temperature=0) as streamed:
+        deltas = [event.delta async for event in streamed if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.output_text != ""
+    in_form = await client.responses.parse(**question | {"max_output_tokens": 200}, text_format=Answer)
+    assert isinstance(in_form.output_parsed, Answer)
+
+    plain = await client.completions.create(
+        model="smollm2-135m-instruct", prompt="The sky is", max_tokens=5, temperature=0, logprobs=2, echo=True
+    )
+    assert plain.choices[0].text.startswith("The sky is")
