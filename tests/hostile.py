@@ -36,6 +36,7 @@ from tests.tiny import TOKENIZER_VOCAB_SIZE, tiny_chat_model_dir
 from tests.tiny_engine import tiny_engine
 
 LIMIT_S = 60.0  # for one answer, on a machine that does other things as well
+MAX_ERROR_BYTES = 2048  # what a client sent is not sent back at length
 CONCURRENCY = 8
 SETTLE_TRIES, SETTLE_S = 200, 0.05  # after the last request, for what clients that left have started
 
@@ -499,6 +500,8 @@ def _problem(request: Hostile, status: int, body: bytes) -> str | None:
     if status < 400 or request.method == "HEAD":
         broken = b'"code":"internal_error"' in body or b'"code":"engine_failed"' in body
         return f"a failure in the stream: {body[-300:]!r}" if broken else None
+    if len(body) > MAX_ERROR_BYTES:
+        return f"status {status} with {len(body)} bytes of error: {body[:200]!r}"
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

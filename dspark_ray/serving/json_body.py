@@ -1,5 +1,6 @@
 """A request body as a JSON object: bounded in bytes, in depth and in what numbers may be."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,12 +9,27 @@ import pydantic_core
 from dspark_ray.core.errors import RequestError
 
 MAX_BODY_BYTES = 8 << 20
+BODY_TIMEOUT_S = 60.0
 
 
 async def read_body(
-    chunks: AsyncIterator[bytes], content_length: str | None, limit_bytes: int = MAX_BODY_BYTES
+    chunks: AsyncIterator[bytes],
+    content_length: str | None,
+    *,
+    limit_bytes: int = MAX_BODY_BYTES,
+    timeout_s: float = BODY_TIMEOUT_S,
 ) -> bytes:
-    """The whole body; raises `RequestError` 413 as soon as it is known to pass the limit."""
+    """The whole body; raises `RequestError` 413 as soon as it is known to pass the limit, and 408 for one
+    that does not come."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read(chunks, content_length, limit_bytes)
+    except TimeoutError as error:
+        message = f"the request body has not arrived within {timeout_s:g} s"
+        raise RequestError(message, status=408, code="request_timeout") from error
+
+
+async def _read(chunks: AsyncIterator[bytes], content_length: str | None, limit_bytes: int) -> bytes:
     if content_length is not None and content_length.isdecimal() and int(content_length) > limit_bytes:
         raise _too_large(limit_bytes)
     body = bytearray()

@@ -1,5 +1,6 @@
 """What clients may send, what is refused, and in which words."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,16 @@ async def test_a_body_is_read_up_to_its_limit() -> None:
         with pytest.raises(RequestError) as caught:
             await read_body(chunks(), length, limit_bytes=5)
         assert caught.value.status == 413
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    async def chunks() -> Any:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    with pytest.raises(RequestError, match="has not arrived") as caught:
+        await read_body(chunks(), "2", timeout_s=0.02)
+    assert caught.value.status == 408
 
 
 @pytest.mark.parametrize(
