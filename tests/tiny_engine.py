@@ -58,7 +58,7 @@ def decoder_config(vocab_size: int) -> DecoderConfig:
         o_bias=False,
         mlp_bias=False,
         qk_norm=False,
-        sliding_window=None,
+        windows=(None,) * LAYERS,
     )
 
 

@@ -242,5 +242,5 @@ _NO_MODEL = DecoderConfig(
     o_bias=False,
     mlp_bias=False,
     qk_norm=False,
-    sliding_window=None,
+    windows=(None,),
 )

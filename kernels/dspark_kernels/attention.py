@@ -29,13 +29,21 @@ class PagedBatch:
             assert tensor.stride(-1) == 1, "the last dimension must be contiguous"
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float) -> Tensor:
-    """Causal attention of each request's rows, which are the last of its `kv_len` keys.
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of each request's rows, which are the last of its `kv_len` keys. With a window a row
+    sees so many keys at most, its own included.
 
     Their own keys and values must already be in the cache. Decoding requests (a few rows) and prefill chunks
     (hundreds) mix in one call. q [N, H, D], k_cache and v_cache [S, KV, D] → [N, H, D].
     """
-    return ops_for(q).paged_attention(q, k_cache, v_cache, batch, scale)
+    return ops_for(q).paged_attention(q, k_cache, v_cache, batch, scale, window)
 
 
 def block_attention(

@@ -40,7 +40,7 @@ class CpuOps:
         self._silu = _bind(library, "dspark_silu_mul", _INT, _POINTER, _POINTER, _LONG, _LONG, _INT)
         self._rope = _bind(library, "dspark_rope", _INT, *[_POINTER] * 9, *[_LONG] * 6, _FLOAT, _INT)
         self._attention = _bind(
-            library, "dspark_attention", _INT, *[_POINTER] * 9, *[_LONG] * 8, _FLOAT, _INT
+            library, "dspark_attention", _INT, *[_POINTER] * 9, *[_LONG] * 8, _FLOAT, _LONG, _INT
         )
         self._argmax = _bind(library, "dspark_argmax", _INT, _POINTER, _POINTER, _LONG, _LONG, _INT)
         self._noisy = _bind(library, "dspark_noisy_argmax", *[_POINTER] * 4, _LONG, _LONG, _INT)
@@ -295,11 +295,17 @@ class CpuOps:
         self._stack(fields, torch.get_num_threads())
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBatch", scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: "PagedBatch",
+        scale: float,
+        window: int | None = None,
     ) -> Tensor:
         if not _carries(q, q.shape[2], k_cache, v_cache):
-            return torch_ops.paged_attention(q, k_cache, v_cache, batch, scale)
-        return self._attend(q, None, None, k_cache, v_cache, batch, scale)
+            return torch_ops.paged_attention(q, k_cache, v_cache, batch, scale, window)
+        return self._attend(q, None, None, k_cache, v_cache, batch, scale, window)
 
     def block_attention(
         self,
@@ -324,6 +330,7 @@ class CpuOps:
         v_cache: Tensor,
         batch: "PagedBatch",
         scale: float,
+        window: int | None = None,
     ) -> Tensor:
         assert scale > 0
         q = q.contiguous()
@@ -349,6 +356,7 @@ class CpuOps:
             k_cache.stride(0),
             v_cache.stride(0),
             scale,
+            window or 0,
             torch.get_num_threads(),
         )
         return out

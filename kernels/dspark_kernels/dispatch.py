@@ -86,7 +86,13 @@ class Ops(Protocol):
     ) -> None: ...
 
     def paged_attention(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBatch", scale: float
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: "PagedBatch",
+        scale: float,
+        window: int | None = None,
     ) -> Tensor: ...
 
     def block_attention(

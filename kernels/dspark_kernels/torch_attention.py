@@ -32,7 +32,14 @@ class _Group:
     max_kv: int
 
 
-def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBatch", scale: float) -> Tensor:
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: "PagedBatch",
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
     out = torch.empty_like(q)
     for group in _groups(batch, q.shape[0]):
         request, offset = _row_places(group, q.device)
@@ -44,6 +51,8 @@ def paged_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: "PagedBa
         last = (group.kv_len - group.count)[:, None] + row[None, :]
         last = torch.minimum(last, group.kv_len[:, None] - 1)
         mask = key[None, None, :] <= last[:, :, None]
+        if window is not None:
+            mask &= key[None, None, :] > last[:, :, None] - window
         _attend(out, q, k, v, mask, group, request, offset, scale)
     return out
 

@@ -148,7 +148,9 @@ def make_batch(
     return batch, (sum(blocks) + spare) * block_size
 
 
-def naive_attention(q, k_block, v_block, k_cache, v_cache, batch: PagedBatch, scale: float) -> Tensor:
+def naive_attention(
+    q, k_block, v_block, k_cache, v_cache, batch: PagedBatch, scale: float, window: int = 1 << 30
+) -> Tensor:
     """One row at a time, in fp64; causal when there is no block of its own."""
     out = torch.empty_like(q, dtype=torch.float64)
     group = q.shape[1] // k_cache.shape[1]
@@ -162,8 +164,9 @@ def naive_attention(q, k_block, v_block, k_cache, v_cache, batch: PagedBatch, sc
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         for row in range(starts[r], starts[r + 1]):
             seen = len(k) if k_block is not None else context - (starts[r + 1] - row) + 1
-            scores = torch.einsum("hd,khd->hk", q[row].double(), k[:seen]) * scale
-            out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, -1), v[:seen])
+            keys = slice(max(0, seen - window), seen)
+            scores = torch.einsum("hd,khd->hk", q[row].double(), k[keys]) * scale
+            out[row] = torch.einsum("hk,khd->hd", torch.softmax(scores, -1), v[keys])
     return out.to(q.dtype)
 
 
@@ -214,6 +217,20 @@ def test_attention_equals_the_reference(cpu, dtype, shape, heads, dim, block_siz
     assert_same(cpu.paged_attention(q, k_cache, v_cache, batch, scale), expected)
     expected = torch_ops.block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale)
     assert_same(cpu.block_attention(q, k_block, v_block, k_cache, v_cache, batch, scale), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "window"), cases(DTYPES, ("decode", "mixed", "long"), (1, 5, 64, 129, 300))
+)
+def test_attention_in_a_window_equals_a_naive_loop(cpu, dtype, shape, window):
+    batch, cache_rows = make_batch(*RAGGED[shape], 16, spare=3)
+    q, _, _, k_cache, v_cache = make_tensors(batch, cache_rows, 9, 3, 64, dtype)
+    expected = naive_attention(q, None, None, k_cache, v_cache, batch, 0.125, window)
+    assert_same(torch_ops.paged_attention(q, k_cache, v_cache, batch, 0.125, window), expected)
+    together = cpu.paged_attention(q, k_cache, v_cache, batch, 0.125, window)
+    assert_same(together, expected)
+    torch.set_num_threads(2)
+    assert torch.equal(cpu.paged_attention(q, k_cache, v_cache, batch, 0.125, window), together)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

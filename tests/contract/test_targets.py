@@ -112,10 +112,35 @@ def test_a_leftover_tensor_is_named(tmp_path: Path) -> None:
         load_target(model_dir, torch.float32, 64)
 
 
+WINDOWS: dict[str, tuple[str, dict[str, Any], tuple[int | None, ...]]] = {
+    "mistral": ("mistral", {"sliding_window": 9}, (9, 9, 9)),
+    "qwen2, the upper layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+        (None, 9, 9),
+    ),
+    "qwen3, layer by layer": (
+        "qwen3",
+        {
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        (5, None, 5),
+    ),
+    "qwen2, switched off": ("qwen2", {"sliding_window": 9}, (None, None, None)),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_sliding_windows(tmp_path: Path, name: str) -> None:
+    architecture, fields, windows = WINDOWS[name]
+    model_dir = tiny_model_dir(tmp_path, architecture, **fields)
+    assert load_target(model_dir, torch.float32, 64).config.windows == windows
+    check_against_transformers(model_dir)
+
+
 def test_positions_beyond_what_can_be_exact_are_refused(tmp_path: Path) -> None:
-    windowed = tiny_model_dir(tmp_path / "window", "mistral", sliding_window=32)
-    with pytest.raises(ConfigError, match="32"):
-        load_target(windowed, torch.float32, 64)
     parameters = {"rope_theta": 10000.0, **ROPE_SCALINGS["dynamic"]}
     dynamic = tiny_model_dir(tmp_path / "dynamic", "llama", rope_parameters=parameters)
     with pytest.raises(ConfigError, match="dynamic"):

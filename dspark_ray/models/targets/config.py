@@ -31,7 +31,7 @@ class DecoderConfig:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    sliding_window: int | None
+    windows: tuple[int | None, ...]  # by layer: how many keys a row sees, its own included; None: all
 
 
 TARGETS: Registry[Callable[[dict[str, Any]], DecoderConfig]] = Registry("target architecture")
@@ -71,7 +71,7 @@ def _common(raw: dict[str, Any], **switches: Any) -> DecoderConfig:
         "o_bias": raw.get("attention_bias", False),
         "mlp_bias": raw.get("mlp_bias", False),
         "qk_norm": False,
-        "sliding_window": None,
+        "windows": (None,) * raw["num_hidden_layers"],
     }
     return DecoderConfig(**{**settings, **switches})
 
@@ -81,22 +81,36 @@ def _llama(raw: dict[str, Any]) -> DecoderConfig:
     return _common(raw)
 
 
+def _windows(raw: dict[str, Any], first_layer: int) -> tuple[int | None, ...]:
+    """As `layer_types` says; where a config has none, every layer from `first_layer` on has the window."""
+    count, window = raw["num_hidden_layers"], raw.get("sliding_window")
+    kinds = raw.get("layer_types") or [
+        "full_attention" if layer < first_layer else "sliding_attention" for layer in range(count)
+    ]
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ConfigError(f"layer_types {sorted(unknown)} are not supported; only full and sliding attention")
+    if len(kinds) != count:
+        raise ConfigError(f"layer_types names {len(kinds)} layers, and the model has {count}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _qwen_windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
+    """The first `max_window_layers` see everything."""
+    if not raw.get("use_sliding_window"):
+        return (None,) * int(raw["num_hidden_layers"])
+    return _windows(raw, raw.get("max_window_layers", 28))
+
+
 @TARGETS.register("mistral")
 def _mistral(raw: dict[str, Any]) -> DecoderConfig:
-    return _common(
-        raw, sliding_window=raw.get("sliding_window"), qkv_bias=False, o_bias=False, mlp_bias=False
-    )
-
-
-def _qwen_window(raw: dict[str, Any]) -> int | None:
-    return raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    return _common(raw, windows=_windows(raw, 0), qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
 @TARGETS.register("qwen2")
 def _qwen2(raw: dict[str, Any]) -> DecoderConfig:
-    return _common(raw, sliding_window=_qwen_window(raw), qkv_bias=True, o_bias=False, mlp_bias=False)
+    return _common(raw, windows=_qwen_windows(raw), qkv_bias=True, o_bias=False, mlp_bias=False)
 
 
 @TARGETS.register("qwen3")
 def _qwen3(raw: dict[str, Any]) -> DecoderConfig:
-    return _common(raw, sliding_window=_qwen_window(raw), qk_norm=True, mlp_bias=False)
+    return _common(raw, windows=_qwen_windows(raw), qk_norm=True, mlp_bias=False)

@@ -16,7 +16,7 @@ from dspark_kernels.rope import qkv_rope_store
 from dspark_kernels.stack import compiled_stack
 from torch import Tensor
 
-from dspark_ray.core.errors import CheckpointError, ConfigError
+from dspark_ray.core.errors import CheckpointError
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
@@ -99,7 +99,7 @@ class DecoderLayer:
             *cache,
             slots,
         )
-        out = paged_attention(q, *cache, batch, self.scale)
+        out = paged_attention(q, *cache, batch, self.scale, config.windows[self.index])
         return self._apply("o", self.o, out.view(out.shape[0], -1), adapters)
 
     def mlp(self, normed: Tensor, adapters: AdapterRows | None) -> Tensor:
@@ -126,11 +126,6 @@ class Decoder:
         linear: Linear = PackedLinear,
     ) -> None:
         """Takes every tensor from `source`; `CheckpointError` names what is missing or left over."""
-        if config.sliding_window is not None and max_positions > config.sliding_window:
-            raise ConfigError(
-                f"sliding-window attention is not supported beyond its window: set model.max_model_len "
-                f"to {config.sliding_window} or less"
-            )
         self.config = config
         self.dtype = dtype
         hidden, vocab = config.hidden_size, config.vocab_size
@@ -147,6 +142,8 @@ class Decoder:
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
+        # The stack knows no windows: it takes batches whose contexts fit into all of them.
+        self._stack_keys = min((w for w in config.windows if w is not None), default=max_positions)
         stored_head = source.take_optional("lm_head.weight", (vocab, hidden))
         if stored_head is None and not config.tie_word_embeddings:
             raise CheckpointError(
@@ -179,7 +176,7 @@ class Decoder:
         cos_sin = self.rope.at(positions)
         embedded = self.embedding[token_ids]
         inner_taps = tuple(sorted(tap for tap in taps if tap >= 0))
-        if self._stack is not None and adapters is None:
+        if self._stack is not None and adapters is None and batch.max_kv <= self._stack_keys:
             hidden, kept = self._stack(embedded, cos_sin, kv.k, kv.v, batch, slots=slots, taps=inner_taps)
         else:
             hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps, adapters)

@@ -29,6 +29,7 @@ struct Args {
   const int32_t *query_start, *kv_len, *block_tables;
   int64_t table_stride, requests, heads, kv_heads, dim, block_size, k_stride, v_stride;
   float scale;
+  int64_t window;  // keys that a row sees, itself included; 0: all before it. For the cache alone
 };
 
 struct Task {
@@ -36,6 +37,7 @@ struct Task {
   int64_t num_keys;                      // keys that any of its rows sees
   int64_t first_limit;                   // keys that its first row sees; causal: one more for each next row
   int64_t first_unit;                    // where its units are in the list of units
+  int64_t first_segment;                 // the first of which any of its rows sees a key
 };
 
 // What one thread does in one go: a whole task, or one segment of one.
@@ -109,8 +111,8 @@ class Worker {
     gather_queries(task);
     for (int64_t segment = unit.first_segment; segment < unit.end_segment; segment++) {
       bool last = segment + 1 == unit.end_segment;
-      attend_segment(task, segment, segment == 0 ? total : more, last, next);
-      if (segment > 0) merge(total, more, rows);
+      attend_segment(task, segment, segment == unit.first_segment ? total : more, last, next);
+      if (segment > unit.first_segment) merge(total, more, rows);
     }
     write_rows(task, total);
   }
@@ -199,14 +201,15 @@ class Worker {
     const int64_t q_words = a.dim / (PAIRS<T> ? 2 : 1);
     const float* queries = q + g * rows * q_words;
     for (int64_t row = 0; row < rows; row += ROWS) {
-      int n = int(std::min<int64_t>(ROWS, rows - row)), limits[ROWS];
+      int n = int(std::min<int64_t>(ROWS, rows - row)), limits[ROWS], starts[ROWS];
       for (int r = 0; r < n; r++) {
         int64_t seen = a.k_block ? task.num_keys : task.first_limit + (row + r) / group;
         limits[r] = int(std::clamp<int64_t>(seen - first_key, 0, tile.count));
+        starts[r] = a.window ? int(std::clamp<int64_t>(seen - a.window - first_key, 0, TILE)) : 0;
       }
-      if (limits[n - 1] == 0) continue;  // limits grow with the row
+      if (limits[n - 1] == 0 || starts[0] >= tile.count) continue;  // both grow with the row
       ATTEND_ROWS<T>[n - 1](queries + row * q_words, k, v, result.out + row * a.dim, result.max + row,
-                            result.sum + row, limits, a.dim, tile.count, a.scale * LOG2_E, &fetcher);
+                            result.sum + row, limits, a.window ? starts : nullptr, a.dim, tile.count, a.scale * LOG2_E, &fetcher);
     }
   }
 
@@ -237,7 +240,8 @@ class Worker {
   }
 };
 
-static int64_t num_segments(const Task& task) { return (task.num_keys + SEGMENT - 1) / SEGMENT; }
+static int64_t end_segment(const Task& task) { return (task.num_keys + SEGMENT - 1) / SEGMENT; }
+static int64_t num_segments(const Task& task) { return end_segment(task) - task.first_segment; }
 
 static void make_tasks(const Args& a, std::vector<Task>* tasks) {
   tasks->clear();
@@ -247,7 +251,8 @@ static void make_tasks(const Args& a, std::vector<Task>* tasks) {
     for (int64_t row = begin; row < end; row += step) {
       int64_t count = std::min(step, end - row), first_limit = context - (end - row) + 1;
       int64_t keys = a.k_block ? context + (end - begin) : first_limit + count - 1;
-      tasks->push_back({r, row, count, keys, first_limit, 0});
+      int64_t first_key = a.window ? std::max<int64_t>(first_limit - a.window, 0) : 0;
+      tasks->push_back({r, row, count, keys, first_limit, 0, first_key / SEGMENT});
     }
   }
 }
@@ -267,8 +272,8 @@ static void make_units(Plan* plan) {
   for (size_t i = 0; i < plan->tasks.size(); i++) {
     Task& task = plan->tasks[i];
     task.first_unit = int64_t(plan->units.size());
-    int64_t segments = num_segments(task), step = plan->split ? 1 : segments;
-    for (int64_t s = 0; s < segments; s += step) plan->units.push_back({int64_t(i), s, s + step});
+    int64_t end = end_segment(task), step = plan->split ? 1 : num_segments(task);
+    for (int64_t s = task.first_segment; s < end; s += step) plan->units.push_back({int64_t(i), s, s + step});
   }
 }
 

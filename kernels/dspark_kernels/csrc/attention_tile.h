@@ -167,11 +167,12 @@ void score_rows(float (*scores)[TILE], const float* q, const float* k, int64_t d
 }
 
 // Scores of R rows → weights 2^(score·scale - max) in place (as bf16 pairs where PAIRS), with each row's running max and
-// sum moved on; `scale` holds log2(e). Keys from limits[r] on have weight 0. keep[r] is what the row's sums so far must be
+// sum moved on; `scale` holds log2(e). Keys from limits[r] on have weight 0, and those before starts[r], where starts is
+// not null. keep[r] is what the row's sums so far must be
 // multiplied by. Step by step over all rows, so that one row's waits are filled with the others' work.
 template <class T, int R>
-void weigh_rows(float (*scores)[TILE], float scale, const int* limits, float* running_max, float* running_sum,
-                float* keep) {
+void weigh_rows(float (*scores)[TILE], float scale, const int* limits, const int* starts, float* running_max,
+                float* running_sum, float* keep) {
   constexpr int N = TILE / W;
   vi lane;
   for (int i = 0; i < W; i++) lane[i] = i;
@@ -180,6 +181,9 @@ void weigh_rows(float (*scores)[TILE], float scale, const int* limits, float* ru
     if (limits[r] < TILE)
       for (int i = 0; i < N; i++)
         store(scores[r] + i * W, select(lane + i * W < limits[r], load(scores[r] + i * W), splat(MASKED)));
+    if (starts && starts[r] > 0)
+      for (int i = 0; i < N; i++)
+        store(scores[r] + i * W, select(lane + i * W < starts[r], splat(MASKED), load(scores[r] + i * W)));
     vf top = load(scores[r]);
     for (int i = 1; i < N; i++) top = vmax(top, load(scores[r] + i * W));
     new_max[r] = std::max(running_max[r], max(top) * scale);
@@ -193,6 +197,7 @@ void weigh_rows(float (*scores)[TILE], float scale, const int* limits, float* ru
     for (int i = 0; i < N; i++) {
       vf weight = vexp2(load(scores[r] + i * W) * scale - new_max[r]);
       if (limits[r] < TILE) weight = select(lane + i * W < limits[r], weight, splat(0));
+      if (starts && starts[r] > 0) weight = select(lane + i * W < starts[r], splat(0), weight);
       total += weight;
       if constexpr (PAIRS<T>)
         store(reinterpret_cast<bf16*>(scores[r]) + i * W, weight);
@@ -232,22 +237,23 @@ void add_values(float* out, const float (*weights)[TILE], const float* keep, con
     for (int i = 0; i < N; i++) store(out + r * dim + i * W, acc[r][i]);
 }
 
-// R rows against one packed tile. limits[r]: keys of the tile that row r sees, at least 0.
+// R rows against one packed tile. limits[r]: keys of the tile that row r sees, at least 0; starts[r], where starts is not
+// null: those before it are out of the row's window.
 template <class T, int R>
 void attend_rows(const float* q, const float* k, const float* v, float* out, float* max, float* sum, const int* limits,
-                 int64_t dim, int num_keys, float scale, Fetcher* fetcher) {
+                 const int* starts, int64_t dim, int num_keys, float scale, Fetcher* fetcher) {
   alignas(64) float scores[R][TILE];
   float keep[R];
   score_rows<T, R>(scores, q, k, dim, num_keys, fetcher);
-  weigh_rows<T, R>(scores, scale, limits, max, sum, keep);
+  weigh_rows<T, R>(scores, scale, limits, starts, max, sum, keep);
   int64_t d = 0;
   for (; d + NV * W <= dim; d += NV * W) add_values<T, R, NV>(out + d, scores, keep, v + d, dim, num_keys, fetcher);
   for (; d < dim; d += W) add_values<T, R, 1>(out + d, scores, keep, v + d, dim, num_keys, fetcher);
 }
 
 template <class T>
-using RowsFunction = void (*)(const float*, const float*, const float*, float*, float*, float*, const int*, int64_t,
-                              int, float, Fetcher*);
+using RowsFunction = void (*)(const float*, const float*, const float*, float*, float*, float*, const int*, const int*,
+                              int64_t, int, float, Fetcher*);
 template <class T>
 constexpr RowsFunction<T> ATTEND_ROWS[ROWS] = {attend_rows<T, 1>, attend_rows<T, 2>, attend_rows<T, 3>,
                                                attend_rows<T, 4>, attend_rows<T, 5>, attend_rows<T, 6>};

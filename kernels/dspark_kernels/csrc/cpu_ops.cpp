@@ -67,10 +67,10 @@ void dspark_attention(int type, const void* q, const void* k_block, const void* 
                       const void* v_cache, void* out, const void* query_start, const void* kv_len,
                       const void* block_tables, int64_t table_stride, int64_t requests, int64_t heads,
                       int64_t kv_heads, int64_t dim, int64_t block_size, int64_t k_stride, int64_t v_stride,
-                      float scale, int threads) {
+                      float scale, int64_t window, int threads) {
   attention::Args a{q, k_block, v_block, k_cache, v_cache, out,
                     (const int32_t*)query_start, (const int32_t*)kv_len, (const int32_t*)block_tables,
-                    table_stride, requests, heads, kv_heads, dim, block_size, k_stride, v_stride, scale};
+                    table_stride, requests, heads, kv_heads, dim, block_size, k_stride, v_stride, scale, window};
   if (type)
     attention::run<bf16>(a, threads);
   else

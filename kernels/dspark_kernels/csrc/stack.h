@@ -77,7 +77,8 @@ static attention::Args attention_args(const Args& a, const Scratch& s) {
           a.block_size,
           a.kv_heads * a.dim,
           a.kv_heads * a.dim,
-          a.scale};
+          a.scale,
+          0};
 }
 
 // By a team.
