@@ -255,6 +255,15 @@ class SpeculationCounters:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextBand:
+    """How speculation does for requests of some lengths."""
+
+    first_token: int  # lengths from here to the next band's
+    tau: float  # tokens a request and step, since the start
+    cap: int  # draft tokens verified at most
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of one engine, for metrics, health and the router."""
 
@@ -279,6 +288,7 @@ class EngineStats:
     kv_block_size: int = 0  # tokens
     rates: tuple[tuple[int, float], ...] = ()  # throughput by requests: scheduling/load.py
     prefill_ms_per_token: float = 0.0
+    context_bands: tuple[ContextBand, ...] = ()  # mode adaptive
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from dspark_ray.core.types import (
     StepDetails,
     StepPlan,
     SurvivalReport,
+    VerificationMode,
 )
 from dspark_ray.engine.acceptance import Verdict, VerifyRequest, verify
 from dspark_ray.engine.adapters import Adapters
@@ -34,6 +35,7 @@ from dspark_ray.engine.admission import Admission
 from dspark_ray.engine.batch import VerifyBatch, Work, pack
 from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
+from dspark_ray.engine.context_watch import ContextWatch
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.grammar import Grammars
@@ -107,6 +109,8 @@ class Engine:
         if drafter is not None:
             self.pool.keep_contexts(drafter.context_digests)
         self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
+        adaptive = config.speculation.mode is VerificationMode.ADAPTIVE
+        self.context_watch = ContextWatch(config.speculation.num_draft_tokens) if adaptive else None
         self._coupling = Coupling(self.budget, clock)
         self._recent = RecentSteps(clock)
         self._clock = clock
@@ -182,12 +186,16 @@ class Engine:
         """Blocks first, then lengths by the budget, then prefill in the rows that are left."""
         self._coupling.expire()
         decoding = self.admission.make_room()
-        room = [self.admission.draft_room(s) for s in decoding]
+        room = [min(self.admission.draft_room(s), self._context_cap(s)) for s in decoding]
         explore = self.drafter is not None and self.drafter.wants_full_verification()
         decision = self.budget.choose(
             decoding, room, self._load(decoding), self._clock.now_ms(), explore=explore
         )
         return self.admission.fill(decoding, decision.lens.tolist())
+
+    def _context_cap(self, sequence: Sequence) -> int:
+        watch = self.context_watch
+        return self.counters.block_size if watch is None else watch.cap(len(sequence.token_ids))
 
     def _load(self, decoding: Seq[Sequence]) -> Load:
         rows = self.admission.pending_prefill_rows()
@@ -265,6 +273,8 @@ class Engine:
                 if self.recorder is not None:
                     self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
                 self._count_decode(sequence, outcome, len(emitted))
+                if self.context_watch is not None:
+                    self.context_watch.note(first + 1, outcome.num_verified, outcome.num_accepted)
             next_tokens += _tokens_after(sequence.token_ids, first, committed)
             self._register_prefix(sequence)
             if emitted:
@@ -393,6 +403,7 @@ class Engine:
             return 0
         decoding = self.admission.decoding()
         chosen = self.budget.wants_draft(decoding, self._load(decoding))
+        chosen = [sequence for sequence in chosen if self._context_cap(sequence) > 0]
         if not chosen:
             return 0
         width = self.budget.draft_tokens()
@@ -447,6 +458,10 @@ class Engine:
             num_decoding=decoding,
         )
         self._recent.add(record)
+        if self.context_watch is not None:
+            plain_ms, _ = self.budget.predict_ms(max(1, decoding), 0, batch.context_tokens)
+            undrafted_ms, _ = self.budget.predict_ms(rows - verified, 0, batch.context_tokens)
+            self.context_watch.end_step(plain_ms, table_ms - undrafted_ms, self.budget.draft_ms(num_drafted))
         if self.recorder is not None:
             self.recorder.step(record, num_drafted, batch.context_tokens)
         self._coupling.base_rows = rows - verified
@@ -480,6 +495,7 @@ class Engine:
             kv_block_size=self.pool.block_size,
             rates=self.budget.rates(self.admission.max_running),
             prefill_ms_per_token=self.budget.prefill_ms_per_token(),
+            context_bands=() if self.context_watch is None else self.context_watch.bands(),
         )
 
     def recent_steps(self) -> list[StepRecord]:

@@ -5,6 +5,7 @@ require_sound(config)  # before anything starts
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import ConfigError
@@ -49,7 +50,7 @@ def _gather(config: AppConfig) -> tuple[Facts, list[str]]:
     size = _DTYPE_BYTES[config.model.dtype]
     drafter = config.speculation.drafter
     raw_target, raw_drafter = model_config(config.model.source), drafter_config(drafter)
-    target = None if raw_target is None else read_shape(raw_target, size)
+    target = None if raw_target is None else read_shape(_as_kept(raw_target, config), size)
     if target is not None and (stored := weight_bytes(config.model.source)):
         target = replace(target, weight_bytes=stored)
     if raw_target is None:
@@ -67,3 +68,8 @@ def _gather(config: AppConfig) -> tuple[Facts, list[str]]:
     if memory is not None and memory.usable is None:
         notes.append("hardware.device_memory_gib is not set: whether all this fits was not checked")
     return Facts(config, target, shape, memory), notes
+
+
+def _as_kept(raw: dict[str, Any], config: AppConfig) -> dict[str, Any]:
+    """The native engine keeps every key, also of layers that only look back a window."""
+    return {**raw, "sliding_window": None} if config.engine.kind == "native" else raw

@@ -1,7 +1,7 @@
 """Bodies of `/health` and `/ready`. The state of speculation is a field in them, never the status."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dspark_ray.core.config import AppConfig
@@ -55,4 +55,5 @@ def speculation_body(config: AppConfig, stats: Sequence[EngineStats]) -> dict[st
         "verified_tokens": sum(counter.verified_tokens for counter in counters),
         "accepted_tokens": sum(counter.accepted_tokens for counter in counters),
         "tau": round(decode_tokens / request_steps, 4) if request_steps else 0.0,
+        "contexts": [[asdict(band) for band in stat.context_bands] for stat in stats if stat.context_bands],
     }
