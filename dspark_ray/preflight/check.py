@@ -13,7 +13,7 @@ from dspark_ray.models.shapes import read_shape
 from dspark_ray.preflight.drafter import bundled_drafter, read_drafter
 from dspark_ray.preflight.memory import MemoryPlan, plan_memory
 from dspark_ray.preflight.problem import Problem
-from dspark_ray.preflight.rules import RULES, Facts
+from dspark_ray.preflight.rules import NATIVE_TARGETS, RULES, Facts
 from dspark_ray.preflight.sources import drafter_config, model_config, weight_bytes
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -72,4 +72,5 @@ def _gather(config: AppConfig) -> tuple[Facts, list[str]]:
 
 def _as_kept(raw: dict[str, Any], config: AppConfig) -> dict[str, Any]:
     """The native engine keeps every key, also of layers that only look back a window."""
-    return {**raw, "sliding_window": None} if config.engine.kind == "native" else raw
+    is_ours = config.engine.kind == "native" and raw.get("model_type") in NATIVE_TARGETS
+    return {**raw, "sliding_window": None} if is_ours else raw
