@@ -68,6 +68,9 @@ class EngineConfig(Section):
     max_step_rows: int = Field(512, ge=8, description="rows of one target step, drafts and prefill together")
     max_waiting: int = Field(512, ge=1, description="queued requests before 503")
     prefix_cache: bool = True
+    deterministic: bool = Field(
+        False, description="refuse to start where a text could depend on the batch around it"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "EngineConfig":
@@ -327,6 +330,8 @@ class AppConfig(Section):
             raise ValueError("observability.record_path: only the native engine records its steps")
         if self.engine.kind == "timed" and self.lora.is_on:
             raise ValueError("lora: the timed engine has no weights to adapt; leave it out")
+        if self.engine.kind != "native" and self.engine.deterministic:
+            raise ValueError("engine.deterministic: only the native engine's kernels ignore the batch")
         if self.engine.kind != "native" and self.speculation.hot_swap.load_from is not None:
             raise ValueError("speculation.hot_swap: only the native engine swaps drafters")
         if any(adapter.name == self.model.id for adapter in self.lora.adapters):

@@ -87,6 +87,7 @@ class SamplingParams:
     max_draft_tokens: int | None = None  # verified in a step, at most; 0: the request is never drafted
     logprobs: int | None = None  # how many alternatives are reported with each output token's; None: nothing
     prompt_logprobs: int | None = None  # likewise for the prompt, whose cached prefix is then computed anew
+    deterministic: bool = False  # refused where the text could depend on the batch around it
 
     @property
     def has_penalties(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark_ray.core.clock import Clock
 from dspark_ray.core.config import AppConfig
-from dspark_ray.core.errors import DsparkError
+from dspark_ray.core.errors import DsparkError, RequestError
 from dspark_ray.core.types import (
     EngineStats,
     FinishReason,
@@ -50,6 +50,11 @@ from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.models.token_rules import token_rules
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
+
+NOT_INVARIANT = (
+    "deterministic texts need kernels that compute a row alike in any batch: model.dtype bfloat16, and a CPU "
+    "with AVX-512 BF16 or AMX"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Queues a request. `RequestError` if it can never run, `QueueFullError` if too many wait."""
         assert request.request_id not in self._sequences, f"request id {request.request_id!r} is in use"
+        if request.sampling.deterministic and not self.target.is_batch_invariant:
+            raise RequestError(NOT_INVARIANT, param="deterministic", code="unsupported_parameter")
         self.adapters.acquire(request.adapter)
         try:
             self._sequences[request.request_id] = self.admission.add(request)

@@ -94,6 +94,8 @@ class Pace:
 class TimedTarget(Decoder):
     """A decoder without weights: the token after position p is `token_at(p + 1)`, whatever came before."""
 
+    is_batch_invariant = True
+
     def __init__(self, table: StepTable, pace: Pace, clock: Clock) -> None:
         self.config = _NO_MODEL
         self.dtype = torch.float32

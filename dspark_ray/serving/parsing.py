@@ -360,6 +360,7 @@ def _sampling(
         max_draft_tokens=_max_draft_tokens(fields.speculation),
         logprobs=fields.num_logprobs,
         prompt_logprobs=fields.num_logprobs if fields.echoes else None,
+        deterministic=fields.deterministic,
     )
 
 

@@ -14,7 +14,7 @@ from dspark_ray.serving.body import Body, validate
 _PASSED_ON = (
     "model", "temperature", "top_p", "parallel_tool_calls", "stream", "user", "metadata", "prompt_cache_key",
     "prompt_cache_retention", "safety_identifier", "service_tier", "chat_template_kwargs", "top_k", "min_p",
-    "seed",
+    "seed", "deterministic",
 )  # fmt: skip
 """Parameters that mean the same in a chat request, and are checked there."""
 

@@ -81,6 +81,7 @@ class GenerationFields(ConstraintFields):
     )
     bad_words: list[BadWord] = Field(default_factory=list, max_length=MAX_BAD_WORDS)
     allowed_token_ids: list[TokenId] = Field(default_factory=list, description="empty: all")
+    deterministic: bool = Field(False, description="the same text whatever else runs, or an error")
     speculation: SpeculationFields | None = None
     speculation_details: bool = Field(False, description="chunks say how each token came about")
 
@@ -93,6 +94,12 @@ class GenerationFields(ConstraintFields):
     def echoes(self) -> bool:
         """The text begins with the prompt."""
         return False
+
+    @model_validator(mode="after")
+    def _check_repeats(self) -> "GenerationFields":
+        if self.deterministic and self.seed is None and self.temperature > 0 and self.top_k != 1:
+            raise ValueError("deterministic needs a seed, or temperature 0: other texts are drawn anew")
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationFields":

@@ -62,6 +62,7 @@ def test_defaults_need_no_keys() -> None:
             {"engine": {"kind": "timed", "timed": {"step_tables": ["t"]}}, "lora": {"load_from": "x"}},
             "no weights to",
         ),
+        ({"engine": {"kind": "vllm", "deterministic": True}}, "engine.deterministic: only the native"),
         ({"engine": {"kind": "vllm"}, "speculation": {"hot_swap": {"load_from": "x"}}}, "only the native"),
         ({"engine": {"kind": "vllm"}, "observability": {"record_path": "r"}}, "record_path: only the native"),
     ],

@@ -155,6 +155,11 @@ class Decoder:
         source.finish()
         self.rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings, max_positions)
 
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's bits are the same in any batch: every op is compiled and computes a row alone."""
+        return self._stack is not None and self.head.packed is not None
+
     def new_kv(self, num_slots: int) -> KVStorage:
         """KV storage for `num_slots` tokens."""
         config = self.config

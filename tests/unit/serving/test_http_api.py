@@ -376,3 +376,12 @@ async def test_the_page_needs_nothing_from_elsewhere(app: App) -> None:
     assert "default-src 'self'" in page.headers["content-security-policy"]
     assert 'src="ui/app.js"' in page.text
     assert not re.search(r"https?://", page.text + script.text)
+
+
+async def test_deterministic_needs_something_to_repeat(app: App) -> None:
+    refused = await app.complete(deterministic=True, temperature=1.0)
+    assert refused.status_code == 400
+    assert "deterministic needs a seed" in refused.json()["error"]["message"]
+    for sampling in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"top_k": 1}):
+        assert (await app.complete(deterministic=True, **sampling)).status_code == 200
+        assert app.local.submitted[-1].sampling.deterministic
