@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,30 @@ from dspark_ray.core.errors import RequestError
 
 # What an assistant's own text may hold: sent back as it came, with its thoughts and calls in it.
 _SPOKEN_BY = ("assistant",)
+
+
+def encoding_of(
+    backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool = False
+) -> tokenizers.Encoding:
+    """Raises `RequestError` for what is not Unicode."""
+    try:
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+    except (TypeError, UnicodeEncodeError) as error:
+        raise RequestError(f"the text is not valid Unicode: {error}", code="invalid_text") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Forbidden:
+    """What some message must not write."""
+
+    pattern: re.Pattern[str]
+    token_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, tokens: Mapping[int, str]) -> "Forbidden":
+        """The longest first; nothing is found where there are none."""
+        ordered = sorted(set(tokens.values()), key=len, reverse=True)
+        return cls(re.compile("|".join(map(re.escape, ordered)) or r"(?!)"), frozenset(tokens))
 
 
 class ControlTokens:
@@ -34,22 +59,33 @@ class ControlTokens:
             if token.content.strip() and token.content in chat_template  # blank ones only shorten white space
         }
         self._ids = frozenset(special | structural)
-        self._special = _pattern(special.values())
-        self._all = _pattern((special | structural).values())
+        # Some are found in normalised text, where other characters than their own may spell them.
+        self._has_other_spellings = backend.normalizer is not None and any(
+            added[index].normalized for index in self._ids
+        )
+        self._special = Forbidden.of(special)
+        self._all = Forbidden.of(special | structural)
 
     def guard(self) -> "GuardedMessages":
         """For one conversation."""
         return GuardedMessages(self)
 
-    def in_message(self, role: Any) -> re.Pattern[str]:
+    def in_message(self, role: Any) -> Forbidden:
         """What a message of `role` must not write."""
         return self._special if role in _SPOKEN_BY else self._all
+
+    def has_other_spelling(self, text: str, forbidden: Forbidden) -> bool:
+        """Whether one is still found in `text`, which writes none as it is."""
+        if not self._has_other_spellings:
+            return False
+        found = encoding_of(self._backend, text).ids
+        return not forbidden.token_ids.isdisjoint(found)
 
     def encode(self, rendered: str, restore: Callable[[str], str]) -> list[int]:
         """Tokens of a template's result: every control token in it is the template's own."""
         token_ids: list[int] = []
         start = 0
-        encoding = self._backend.encode(rendered, add_special_tokens=False)
+        encoding = encoding_of(self._backend, rendered)
         for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self._ids:
                 token_ids += [*self._encode_text(restore(rendered[start:begin])), token_id]
@@ -57,7 +93,7 @@ class ControlTokens:
         return token_ids + self._encode_text(restore(rendered[start:]))
 
     def _encode_text(self, text: str) -> list[int]:
-        tokens = self._text_backend.encode(text, add_special_tokens=False).tokens
+        tokens = encoding_of(self._text_backend, text).tokens
         known = (self._backend.token_to_id(token) for token in tokens)  # their numbers may differ
         token_ids = [token_id for token_id in known if token_id is not None]
         if not self._ids.isdisjoint(token_ids):
@@ -91,15 +127,17 @@ class GuardedMessages:
         role = message.get("role") if isinstance(message, Mapping) else None
         return self.value(message, self._control.in_message(role))
 
-    def value(self, value: Any, pattern: re.Pattern[str] | None = None) -> Any:
+    def value(self, value: Any, forbidden: Forbidden | None = None) -> Any:
         """Anything that goes into a template, with placeholders in its strings, keys included."""
-        pattern = pattern or self._control.in_message(None)
+        forbidden = forbidden or self._control.in_message(None)
         if isinstance(value, str):
-            return pattern.sub(self._placeholder, value)
+            marked = forbidden.pattern.sub(lambda match: self._placeholder(match[0]), value)
+            hidden = self._control.has_other_spelling(marked, forbidden)
+            return self._placeholder(value) if hidden else marked
         if isinstance(value, Mapping):
-            return {self.value(key, pattern): self.value(item, pattern) for key, item in value.items()}
+            return {self.value(key, forbidden): self.value(item, forbidden) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [self.value(item, pattern) for item in value]
+            return [self.value(item, forbidden) for item in value]
         return value
 
     def encode(self, rendered: str) -> list[int] | None:
@@ -117,12 +155,6 @@ class GuardedMessages:
             )
         return restored
 
-    def _placeholder(self, match: re.Match[str]) -> str:
-        self._found.append(match[0])
+    def _placeholder(self, written: str) -> str:
+        self._found.append(written)
         return f"{self._name}x{len(self._found) - 1}x"
-
-
-def _pattern(contents: Any) -> re.Pattern[str]:
-    """Matches each of `contents`, the longest first; nothing where there are none."""
-    ordered = sorted(set(contents), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, ordered)) or r"(?!)")

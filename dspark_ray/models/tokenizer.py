@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dspark_ray.core.errors import ConfigError, RequestError
 from dspark_ray.core.types import TextOptions
-from dspark_ray.models.control_tokens import ControlTokens
+from dspark_ray.models.control_tokens import ControlTokens, encoding_of
 
 # End-of-turn tokens: chat models whose configs name only the end of text still stop at their template's.
 _END_OF_TURN_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
@@ -83,10 +83,7 @@ class Tokenizer:
         """The token ids of a plain prompt, with the tokens the model wants at its start (BOS), if any."""
         # The backend is called directly: transformers' wrapper sets truncation on it, which two threads
         # must not do at once.
-        try:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        except (TypeError, UnicodeEncodeError) as error:
-            raise RequestError(f"the text is not valid Unicode: {error}", code="invalid_text") from error
+        return list(encoding_of(self._backend, text, add_special_tokens=add_special_tokens).ids)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Each token as the vocabulary spells it; ids it does not know are empty."""
