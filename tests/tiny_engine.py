@@ -31,13 +31,19 @@ from dspark_ray.scheduling.step_table import StepTable
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 2, 1, 16, 3
 
-STEEP_TABLE = StepTable(
-    rows=np.array([1, 4, 8, 16, 64, 256]),
-    verify_ms=np.array([1.0, 1.1, 1.4, 2.2, 12.0, 60.0]),
-    requests=np.array([1, 64]),
-    draft_ms=np.array([0.05, 0.2]),
-)
-"""Every row costs: with it, adaptive budgets differ from step to step and drafts are trimmed."""
+
+def steep_table(cheap_rows: int) -> StepTable:
+    """Cheap up to so many rows, so that drafting pays, and steep above: adaptive budgets differ from step to
+    step, and drafts are trimmed."""
+    return StepTable(
+        rows=np.array([1, *(cheap_rows * k // 4 for k in (4, 5, 6, 8, 16, 64))]),
+        verify_ms=np.array([1.0, 1.05, 1.2, 1.5, 2.4, 12.0, 60.0]),
+        requests=np.array([1, 64]),
+        draft_ms=np.array([0.01, 0.02]),
+    )
+
+
+STEEP_TABLE = steep_table(16)  # for a dozen requests
 
 
 def decoder_config(vocab_size: int) -> DecoderConfig:

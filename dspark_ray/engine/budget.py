@@ -10,20 +10,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_ray.core.config import SpeculationConfig
-from dspark_ray.core.types import SERVICE_TIERS, FloatArray, RowClaims, TierTerms, VerificationMode
+from dspark_ray.core.types import (
+    SERVICE_TIERS,
+    AcceptanceRule,
+    FloatArray,
+    RowClaims,
+    TierTerms,
+    VerificationMode,
+)
 from dspark_ray.engine.sequence import STALE_STEPS, Sequence
 from dspark_ray.scheduling.cap import TokenBucket
-from dspark_ray.scheduling.correction import OnlineCorrection
-from dspark_ray.scheduling.gate import GateSettings, should_draft, speculation_pays
+from dspark_ray.scheduling.drafting import Costs, Drafting
+from dspark_ray.scheduling.gate import GateSettings, should_draft
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView
+from dspark_ray.scheduling.live_costs import LiveCosts
 from dspark_ray.scheduling.load import Rates, request_counts, throughput_curve
 from dspark_ray.scheduling.lockstep import within_step
-from dspark_ray.scheduling.step_table import StepTable, cost_curve
+from dspark_ray.scheduling.recent_survival import RecentSurvival
+from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.utility import Claims, claims_of
-from dspark_ray.scheduling.width import DraftWidth
-
-_PRIOR_SMOOTHING = 0.05  # weight of one step's mean survival in the prior of a new request
-_SWITCH_PROBE_STEPS = 64  # with speculation switched off, one step in so many drafts, to keep learning
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,9 @@ class BudgetPlanner:
     def __init__(self, config: SpeculationConfig, table: StepTable | None, max_step_rows: int) -> None:
         self.mode = config.mode
         self.num_draft_tokens = config.num_draft_tokens
+        self.costs: LiveCosts | None = None
+        self._max_step_rows = max_step_rows
         self.table = table
-        self.correction = OnlineCorrection()
         # What couples this replica to others, while a plan holds.
         self.bucket: TokenBucket | None = None  # its share of the shared cap
         self.group_step_ms: float | None = None  # when its group's steps end
@@ -49,15 +55,21 @@ class BudgetPlanner:
         self.target_boost = 0.0
         self.verified_in_full = False  # whether the last step's lengths were all that could be verified
         self._config = config
-        self._max_step_rows = max_step_rows
         self._gate = GateSettings()
-        self._prior = np.full(
-            config.num_draft_tokens, 0.5, dtype=np.float32
-        )  # mean survival, old drafts only
-        self._prior_queue: list[FloatArray] = []
-        self._width = DraftWidth(config.num_draft_tokens)
-        self._pays = True
-        self._steps_switched_off = 0
+        self._recent = RecentSurvival(config.num_draft_tokens, STALE_STEPS)
+        self._drafting = Drafting(self._recent)
+        self._drafting_took_ms = 0.0  # of the step at hand
+        fixed = config.fixed_tokens if config.mode is VerificationMode.FIXED else None
+        self._num_drafted_tokens = config.num_draft_tokens if fixed is None else max(1, fixed)
+
+    @property
+    def table(self) -> StepTable | None:
+        """What steps cost; None: nothing is known, and everything is verified."""
+        return None if self.costs is None else self.costs.table
+
+    @table.setter
+    def table(self, table: StepTable | None) -> None:
+        self.costs = None if table is None else LiveCosts(table, self._max_step_rows, self.num_draft_tokens)
 
     def choose(
         self, decoding: list[Sequence], room: list[int], load: Load, now_ms: float, *, explore: bool = False
@@ -68,6 +80,9 @@ class BudgetPlanner:
         no score selected.
         """
         gamma, count = self.num_draft_tokens, len(decoding)
+        self.verified_in_full = False
+        if not any(s.draft is not None for s in decoding):
+            return LengthDecision(np.zeros(count, dtype=np.int64), 0, float(count))
         current = np.zeros((count, gamma), dtype=np.float32)
         stale = np.zeros((count, gamma), dtype=np.float32)
         max_lens = np.zeros(count, dtype=np.int64)
@@ -75,13 +90,13 @@ class BudgetPlanner:
             if sequence.draft is None:
                 continue
             current[row] = sequence.draft.survival
-            old = sequence.stale_survival()
-            stale[row] = self._prior if old is None else old
+            stale[row] = self._searched_survival(sequence)
             # ℓ drafts emit up to ℓ + 1 tokens; more than what may still be emitted is waste.
             longest = min(len(sequence.draft.token_ids), sequence.remaining_tokens - 1, room[row])
             limit = sequence.request.sampling.max_draft_tokens
             max_lens[row] = longest if limit is None else min(longest, limit)
-        cost_ms = self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum()))
+        drafted_ms = self._draft_ms(int((max_lens > 0).sum()), self._num_drafted_tokens)
+        cost_ms = self._cost_ms(count, load, int(max_lens.sum()), drafted_ms)
         cap_tokens = self._cap(count, load, now_ms)
         if self.group_step_ms is not None and self.table is not None:
             cost_ms, free_tokens = within_step(cost_ms, self.group_step_ms)
@@ -103,8 +118,6 @@ class BudgetPlanner:
         self.verified_in_full = rule == VerificationMode.FIXED.value and decision.budget == max_lens.sum()
         if self.bucket is not None:
             self.bucket.take(decision.budget)
-        if not explore:  # says nothing of what is worth verifying
-            self._width.note(decision.lens, max_lens)
         for sequence, length, wanted in zip(decoding, decision.lens, max_lens, strict=True):
             if wanted > 0 and not explore:
                 sequence.zero_budget_steps = 0 if length else sequence.zero_budget_steps + 1
@@ -119,53 +132,55 @@ class BudgetPlanner:
         candidates = [
             s for s in decoding if s.remaining_tokens > 1 and s.request.sampling.max_draft_tokens != 0
         ]
-        if self.mode is not VerificationMode.ADAPTIVE:
+        if self.mode is not VerificationMode.ADAPTIVE or self.costs is None:
             return candidates
-        if not self._speculation_pays(candidates, load, self._claims(candidates)):
-            return []
-        chosen = []
+        plan = self._drafting.plan(len(candidates), lambda: self._next_costs(candidates, load))
         for sequence in candidates:
             sequence.steps_since_draft += 1
-            if should_draft(sequence.zero_budget_steps, sequence.steps_since_draft, self._gate):
-                sequence.steps_since_draft = 0
-                chosen.append(sequence)
+        self._num_drafted_tokens = plan.num_tokens
+        if plan.num_requests < len(candidates):  # a probe, or none
+            candidates.sort(key=lambda s: -s.steps_since_draft)
+            chosen = candidates[: plan.num_requests]
+        else:
+            chosen = [
+                s for s in candidates if should_draft(s.zero_budget_steps, s.steps_since_draft, self._gate)
+            ]
+        for sequence in chosen:
+            sequence.steps_since_draft = 0
         return chosen
 
     def draft_tokens(self) -> int:
-        """How many tokens to draft for each request, from past steps only."""
-        if self.mode is VerificationMode.FIXED:
-            fixed = self._config.fixed_tokens
-            return self.num_draft_tokens if fixed is None else max(1, fixed)
-        return self._width.tokens()
+        """How many tokens to draft for each of the requests last chosen by `wants_draft`."""
+        return self._num_drafted_tokens
 
-    def note_draft(self, survival: FloatArray, width: int) -> None:
-        """A step's fresh scores [R, γ], zero from `width` on; they reach the prior once two steps old."""
-        self._prior_queue.append(survival[:, :width].mean(axis=0))
-        if len(self._prior_queue) > STALE_STEPS:
-            old = self._prior_queue.pop(0)
-            self._prior[: len(old)] += _PRIOR_SMOOTHING * (old - self._prior[: len(old)])
+    def note_draft(self, survival: FloatArray, measured_ms: float) -> None:
+        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took."""
+        self._recent.note(survival, self._num_drafted_tokens)
+        self._drafting_took_ms = measured_ms
 
-    def draft_ms(self, num_requests: int) -> float:
-        """Predicted time to draft for that many requests at the present width."""
-        if self.table is None:
+    def note_step(
+        self, rows: int, num_verified: int, num_drafting: int, context_tokens: int, measured_ms: float
+    ) -> float:
+        """A step of `rows` rows, `num_verified` of them draft tokens, and the drafting after it took
+        `measured_ms`. → what was predicted, 0 while nothing is known
+        """
+        draft_ms, self._drafting_took_ms = self._drafting_took_ms, 0.0
+        if self.costs is None:
             return 0.0
-        return self.table.draft_cost_ms(num_requests * self.draft_tokens() / self.num_draft_tokens)
-
-    def predict_ms(self, rows: int, num_drafting: int, context_tokens: int) -> tuple[float, float]:
-        """(table's, corrected) time of a step of `rows` rows and the drafting after it."""
-        if self.table is None:
-            return 0.0, 0.0
-        verify = self.table.verify_cost_ms(rows, context_tokens)
-        draft = self.draft_ms(num_drafting)
-        factor = float(self.correction.factor(np.array([rows]))[0])
-        return verify, verify * factor + draft
+        predicted_ms = self.costs.step_ms(rows, num_verified, context_tokens)
+        self.costs.note_step(rows, num_verified, context_tokens, measured_ms - draft_ms)
+        if num_drafting:
+            predicted_ms += self.costs.draft_ms(num_drafting, self._num_drafted_tokens)
+            self.costs.note_draft(num_drafting, self._num_drafted_tokens, draft_ms)
+        return predicted_ms
 
     def rates(self, max_running: int) -> Rates:
         """Throughput by number of requests at the live mean survival; empty while costs are unknown."""
-        if self.table is None:
+        if self.costs is None:
             return ()
-        survival = np.zeros_like(self._prior) if self.mode is VerificationMode.OFF else self._prior
-        return throughput_curve(survival, self.table, self.correction, request_counts(max_running))
+        mean = self._recent.mean
+        survival = np.zeros_like(mean) if self.mode is VerificationMode.OFF else mean
+        return throughput_curve(survival, self.costs.table, self.costs.plain, request_counts(max_running))
 
     def prefill_ms_per_token(self) -> float:
         """What a prompt's token adds to a step, as long as there is room in it."""
@@ -182,16 +197,28 @@ class BudgetPlanner:
             return VerificationMode.FIXED.value
         return self.mode.value
 
-    def _cost_ms(self, count: int, load: Load, max_tokens: int, num_drafting: int) -> np.ndarray:
-        if self.table is None:
+    def _cost_ms(self, count: int, load: Load, max_tokens: int, draft_ms: float) -> np.ndarray:
+        if self.costs is None:
             return np.ones(max_tokens + 1)
-        return cost_curve(
-            self.table,
-            self.correction,
-            base_rows=max(1, count + load.prefill_rows),
-            max_draft_tokens=max_tokens,
-            num_drafting=num_drafting * self.draft_tokens() / self.num_draft_tokens,
-            context_tokens=load.context_tokens,
+        return self.costs.curve(
+            count,
+            load.prefill_rows,
+            max_tokens,
+            load.context_tokens,
+            draft_ms=draft_ms,
+            whole_step=self.group_step_ms is not None,
+        )
+
+    def _draft_ms(self, num_requests: int, num_tokens: int) -> float:
+        return 0.0 if self.costs is None else self.costs.draft_ms(num_requests, num_tokens)
+
+    def _next_costs(self, candidates: list[Sequence], load: Load) -> Costs:
+        count, gamma = len(candidates), self.num_draft_tokens
+        return Costs(
+            verify_ms=self._cost_ms(count, load, count * gamma, 0.0),
+            draft_ms=[self._draft_ms(count, width) for width in range(gamma + 1)],
+            group_step_ms=self.group_step_ms or 0.0,
+            claims=self._claims(candidates),
         )
 
     def _cap(self, count: int, load: Load, now_ms: float) -> int:
@@ -200,33 +227,20 @@ class BudgetPlanner:
         room = max(0, self._max_step_rows - count - reserve)
         return room if self.bucket is None else min(room, self.bucket.available(now_ms))
 
+    def _searched_survival(self, sequence: Sequence) -> FloatArray:
+        """What the budget is searched over: a block's own scores where no length can change the text."""
+        assert sequence.draft is not None
+        if sequence.request.sampling.rule is not AcceptanceRule.REJECTION:
+            return sequence.draft.survival
+        old = sequence.stale_survival()
+        return self._recent.mean if old is None else old
+
     def _claims(self, decoding: list[Sequence]) -> Claims | None:
         """What requests claim under the plan's terms; None where all count the same."""
         if not self.tiers or not decoding:
             return None
         claims = row_claims(decoding)
         return claims_of(claims.tiers, claims.targets_per_s, self.tiers, self.target_boost)
-
-    def _speculation_pays(self, candidates: list[Sequence], load: Load, claims: Claims | None) -> bool:
-        """Whether drafting is worth its own cost at this load; off, it is tried once in a while."""
-        count = len(candidates)
-        if self.table is None or count == 0:
-            return count > 0
-        cost = self._cost_ms(count, load, count * self.num_draft_tokens, 0)
-        self._pays = speculation_pays(
-            self._prior,
-            count,
-            cost,
-            self.draft_ms(count),
-            now_on=self._pays,
-            claims=claims,
-            group_step_ms=self.group_step_ms or 0.0,
-        )
-        if self._pays:
-            self._steps_switched_off = 0
-            return True
-        self._steps_switched_off += 1
-        return self._steps_switched_off % _SWITCH_PROBE_STEPS == 0
 
 
 def row_claims(sequences: list[Sequence]) -> RowClaims:

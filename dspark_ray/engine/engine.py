@@ -413,7 +413,7 @@ class Engine:
         chosen = [sequence for sequence in chosen if self._context_cap(sequence) > 0]
         if not chosen:
             return 0
-        width = self.budget.draft_tokens()
+        width, started_ms = self.budget.draft_tokens(), self._clock.now_ms()
         block = self.drafter.propose(
             [
                 DraftRequest(
@@ -431,7 +431,7 @@ class Engine:
         )
         scores = np.zeros((len(chosen), self.counters.block_size), dtype=np.float32)
         scores[:, :width] = survival(block.confidences)
-        self.budget.note_draft(scores, width)
+        self.budget.note_draft(scores, self._clock.now_ms() - started_ms)
         for row, sequence in enumerate(chosen):
             self._keep_draft(sequence, block, row, scores[row])
         return len(chosen)
@@ -450,11 +450,8 @@ class Engine:
         """Measured against predicted step time: corrects the table, feeds the metrics."""
         measured_ms = self._clock.now_ms() - started_ms
         rows = len(batch.token_ids)
-        table_ms, predicted_ms = self.budget.predict_ms(rows, num_drafted, batch.context_tokens)
-        if table_ms > 0:
-            draft_ms = self.budget.draft_ms(num_drafted)
-            self.budget.correction.update(rows, table_ms, max(measured_ms - draft_ms, 0.0))
         verified = sum(w.num_rows - 1 for w in batch.work if w.decoding)
+        predicted_ms = self.budget.note_step(rows, verified, num_drafted, batch.context_tokens, measured_ms)
         decoding = sum(w.decoding for w in batch.work)
         record = StepRecord(
             ended_ms=self._clock.now_ms(),

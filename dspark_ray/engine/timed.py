@@ -155,7 +155,7 @@ class TimedDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
         width = len(requests[0].uniforms)
-        self._pace.spend(self._table.draft_cost_ms(len(requests) * width / self.num_draft_tokens))
+        self._pace.spend(self._table.draft_cost_ms(len(requests), width / self.num_draft_tokens))
         kinds = [(request.sampling.seed or 0) % len(self._acceptance.means) for request in requests]
         confidences = self._acceptance.confidences(kinds, width, self._rng).astype(np.float32)
         blocks = []

@@ -68,6 +68,9 @@ class _Profile:
         self._draft: list[_Point] = [
             _Point(count, partial(timer.draft_ms, count, settings.context_tokens)) for count in requests
         ]
+        self._draft_one: list[_Point] = [
+            _Point(count, partial(timer.draft_ms, count, settings.context_tokens, 1)) for count in requests
+        ]
         self._context = [self._step(*size) for size in self._context_pair(min(16, limits.max_running))]
         self._verify = [self._step(count, settings.context_tokens, None) for count in rows]
 
@@ -97,20 +100,31 @@ class _Profile:
             verify_ms=np.array([_without_context(point, context_ms) for point in verify]),
             requests=np.array([point.size for point in self._draft], dtype=np.int64),
             draft_ms=np.array([point.median_ms for point in self._draft]),
+            draft_fixed_ms=np.array(
+                [
+                    self._fixed_ms(block.median_ms, one.median_ms)
+                    for block, one in zip(self._draft, self._draft_one, strict=True)
+                ]
+            ),
             context_ms_per_token=context_ms,
             made_from=made_from,
         )
 
     def _round(self) -> None:
         """Each size once, the big ones last: on a machine too slow for them they are extrapolated."""
-        for done, point in enumerate([*self._draft, *self._context, *self._verify]):
+        for done, point in enumerate([*self._draft, *self._draft_one, *self._context, *self._verify]):
             too_late = self._elapsed_s() > 2 * self._settings.max_s
-            if too_late and done >= len(self._draft) + len(self._context) + _MIN_SIZES:
+            if too_late and done >= 2 * len(self._draft) + len(self._context) + _MIN_SIZES:
                 break
             point.samples.append(point.measure())
 
     def _elapsed_s(self) -> float:
         return (self._clock.now_ms() - self._started_ms) / 1e3
+
+    def _fixed_ms(self, block_ms: float, one_ms: float) -> float:
+        """What drafting would take for no token at all: the line through one token and a whole block."""
+        share = 1.0 / self._timer.num_draft_tokens
+        return max(0.0, (one_ms - share * block_ms) / (1.0 - share)) if share < 1.0 else 0.0
 
     def _context_ms(self) -> float:
         """Slope between the two context points, never negative. → ms a cached token"""

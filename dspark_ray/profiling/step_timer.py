@@ -41,7 +41,7 @@ class StepTimer:
         self.engine = engine
         self._clock = clock
         self._rng = np.random.default_rng(seed)
-        self._gamma = engine.config.speculation.num_draft_tokens
+        self.num_draft_tokens = engine.config.speculation.num_draft_tokens
         self._block_size = engine.pool.block_size
         self._blocks = engine.pool.take(engine.pool.num_free) or []
 
@@ -53,14 +53,14 @@ class StepTimer:
     def max_context(self) -> int:
         """Longest context one request can have here."""
         limit = min(self.engine.config.model.max_model_len, len(self._blocks) * self._block_size)
-        return max(1, limit - self._gamma - 1)
+        return max(1, limit - self.num_draft_tokens - 1)
 
     def target_step(self, num_rows: int, context: int, num_requests: int | None = None) -> TargetStep:
         """A step of `num_rows`: requests with drafts first; what they cannot hold is a prefill chunk."""
         engine = self.engine.config.engine
         wanted = num_requests or -(-num_rows // ROWS_PER_REQUEST)
         count = min(wanted, engine.max_running, num_rows)
-        decoding_rows = min(num_rows, count * (1 + self._gamma))
+        decoding_rows = min(num_rows, count * (1 + self.num_draft_tokens))
         sizes = [decoding_rows // count + (i < decoding_rows % count) for i in range(count)]
         sequences = self._sequences(count, context)
         work = [Work(s, rows, decoding=True) for s, rows in zip(sequences, sizes, strict=True)]
@@ -89,14 +89,18 @@ class StepTimer:
         return self._clock.now_ms() - started_ms
 
     @torch.inference_mode()
-    def draft_ms(self, num_requests: int, context: int) -> float:
-        """Stores the context of a step's committed rows and drafts a block for each request, once."""
+    def draft_ms(self, num_requests: int, context: int, num_tokens: int | None = None) -> float:
+        """Stores the context of a step's committed rows and drafts for each request, once: whole blocks, or
+        their first `num_tokens`."""
         drafter = self.engine.drafter
         assert drafter is not None, "there is no drafter to measure"
         sequences = self._sequences(num_requests, context)
         rows = self._context_rows(sequences)
         requests = [
-            DraftRequest(s.token_ids, s.blocks, _GREEDY, self._rng.random(self._gamma)) for s in sequences
+            DraftRequest(
+                s.token_ids, s.blocks, _GREEDY, self._rng.random(num_tokens or self.num_draft_tokens)
+            )
+            for s in sequences
         ]
         started_ms = self._clock.now_ms()
         drafter.commit(rows)
@@ -121,15 +125,17 @@ class StepTimer:
     def _sequences(self, count: int, context: int) -> list[Sequence]:
         """Decoding requests with `context` cached tokens, an anchor and a draft each."""
         context = min(context, self.max_context)
-        per_request = self.engine.pool.blocks_for(context + 1 + self._gamma)
+        per_request = self.engine.pool.blocks_for(context + 1 + self.num_draft_tokens)
         vocab = self.engine.target.config.vocab_size
         sequences = []
         for index in range(count):
-            tokens = self._rng.integers(vocab, size=context + 1 + self._gamma).tolist()
+            tokens = self._rng.integers(vocab, size=context + 1 + self.num_draft_tokens).tolist()
             sequence = new_sequence(Request(f"profile-{index}", tuple(tokens[:context]), _GREEDY), index)
             sequence.token_ids.append(tokens[context])
             sequence.num_computed = context
-            sequence.draft = Draft(tokens[context + 1 :], np.zeros(self._gamma, dtype=np.float32), None)
+            sequence.draft = Draft(
+                tokens[context + 1 :], np.zeros(self.num_draft_tokens, dtype=np.float32), None
+            )
             # A pool too small for all of them lets some share: their keys are only read for their time.
             start = index * per_request
             places = np.arange(start, start + per_request) % len(self._blocks)

@@ -26,6 +26,10 @@ independently. `max_lens` and `cost_ms` must be known before the block is drawn.
   tokens; if x_1 = B then c_2 = 0 and it verifies none, so every B is thrown away and drawn anew from p.
   The output becomes (.85, .15).
 
+Requests whose text is a function of the model and the request alone are free of all this: a greedy text is
+the chain of the target's argmaxes and a shared-noise text that of its noisy ones, whatever is drafted and
+verified. Their current scores may stand in for stale ones, and do (`stale_survival`).
+
 The cap on draft tokens binds in every mode: under it the best tokens of what the mode wanted are admitted.
 
 Requests that claim more than others (`utility.py`) change what a token counts in `adaptive`: the budget
@@ -50,7 +54,8 @@ class LengthView:
     """All that a rule may look at in one step."""
 
     current_survival: Floats  # [R, γ] of the blocks at hand
-    stale_survival: Floats  # [R, γ] at least two steps old; priors filled in by the caller
+    # [R, γ] at least two steps old, priors filled in; of greedy and shared-noise requests the current ones
+    stale_survival: Floats
     max_lens: IntArray  # [R] most tokens to verify; 0: this request has no draft
     base_rows: int  # rows of the step without any draft token: anchors and prefill (already in cost_ms)
     num_decoding: int  # requests that emit at least one token in this step

@@ -39,6 +39,8 @@ class StepTable:
         default_factory=lambda: np.zeros(0, np.int64)
     )  # [m] drafting requests, ascending
     draft_ms: Float64Array = field(default_factory=lambda: np.zeros(0))  # [m] time to draft their blocks
+    # [m] the part of it that does not shrink with the block; empty: shorter blocks count as fewer requests
+    draft_fixed_ms: Float64Array = field(default_factory=lambda: np.zeros(0))
     context_ms_per_token: float = 0.0  # cost per cached token attended to in the step
     made_from: dict[str, Any] = field(default_factory=dict)  # digests, hardware, dtype, threads, ...
     digest: str = field(init=False)
@@ -46,6 +48,12 @@ class StepTable:
     def __post_init__(self) -> None:
         rows, verify_ms = _checked_curve("rows", self.rows, "verify_ms", self.verify_ms)
         requests, draft_ms = _checked_curve("requests", self.requests, "draft_ms", self.draft_ms)
+        draft_fixed_ms = np.zeros(0)
+        if len(self.draft_fixed_ms):
+            _, draft_fixed_ms = _checked_curve(
+                "requests", self.requests, "draft_fixed_ms", self.draft_fixed_ms
+            )
+            draft_fixed_ms = np.minimum(draft_fixed_ms, draft_ms)
         if not len(rows) or verify_ms[0] <= 0:
             raise ArtefactError("step table: it needs at least one row count, and times above 0")
         if self.staircase_rows != 0 and self.staircase_rows not in rows:
@@ -54,6 +62,7 @@ class StepTable:
             raise ArtefactError(f"step table: context_ms_per_token={self.context_ms_per_token} is not a cost")
         for name, value in (
             ("rows", rows), ("verify_ms", verify_ms), ("requests", requests), ("draft_ms", draft_ms),
+            ("draft_fixed_ms", draft_fixed_ms),
         ):  # fmt: skip
             object.__setattr__(self, name, value)
         object.__setattr__(self, "digest", digest_json(self._content()))
@@ -78,16 +87,19 @@ class StepTable:
         cost = cost + self.context_ms_per_token * context_tokens
         return cost if isinstance(rows, np.ndarray) else float(cost[0])
 
-    def draft_cost_ms(self, num_requests: float) -> float:
-        """Predicted time to draft for `num_requests`; 0 for none, and for a table without a drafter.
-
-        Shorter blocks count as fewer requests: what is counted is rows of the drafter.
-        """
+    def draft_cost_ms(self, num_requests: float, share: float = 1.0) -> float:
+        """Predicted time to draft this share of a block for each of `num_requests`; 0 for none, and for a
+        table without a drafter."""
         if num_requests <= 0 or not len(self.requests):
             return 0.0
+        if not len(self.draft_fixed_ms):
+            return self._drafting(self.draft_ms, num_requests * share)
+        fixed = self._drafting(self.draft_fixed_ms, num_requests)
+        return fixed + share * (self._drafting(self.draft_ms, num_requests) - fixed)
+
+    def _drafting(self, ms: Float64Array, num_requests: float) -> float:
         wanted = np.asarray([num_requests], dtype=np.float64)
-        slope = _last_slope(self.requests, self.draft_ms)
-        return float(_interpolate(wanted, self.requests, self.draft_ms, slope)[0])
+        return float(_interpolate(wanted, self.requests, ms, _last_slope(self.requests, ms))[0])
 
     def is_flat(self) -> bool:
         """No step costs noticeably more than one row: trimming cannot pay, or the profile is wrong."""
@@ -136,6 +148,7 @@ class StepTable:
             "staircase_rows": int(self.staircase_rows),
             "requests": self.requests.tolist(),
             "draft_ms": self.draft_ms.tolist(),
+            "draft_fixed_ms": self.draft_fixed_ms.tolist(),
             "context_ms_per_token": float(self.context_ms_per_token),
             "made_from": dict(self.made_from),
         }

@@ -16,8 +16,8 @@ Floats = NDArray[np.floating]
 
 def survival(confidences: Floats) -> NDArray[np.float64]:
     """a_k = Π_{i≤k} c_i. [R, γ] → [R, γ]; a NaN confidence is 0, values are clipped to [0, 1]."""
-    bounded = np.nan_to_num(np.asarray(confidences, dtype=np.float64), nan=0.0, posinf=1.0, neginf=0.0)
-    return np.asarray(np.cumprod(np.clip(bounded, 0.0, 1.0), axis=1), dtype=np.float64)
+    bounded = _bounded(np.asarray(confidences, dtype=np.float64))
+    return np.asarray(np.cumprod(bounded, axis=1), dtype=np.float64)
 
 
 def clean_survival(scores: Floats) -> NDArray[np.float64]:
@@ -25,8 +25,7 @@ def clean_survival(scores: Floats) -> NDArray[np.float64]:
 
     A position's value depends on the positions up to it only, so cleaning keeps admission non-anticipating.
     """
-    bounded = np.nan_to_num(np.asarray(scores, dtype=np.float64), nan=0.0, posinf=1.0, neginf=0.0)
-    return np.minimum.accumulate(np.clip(bounded, 0.0, 1.0), axis=1)
+    return np.minimum.accumulate(_bounded(np.asarray(scores, dtype=np.float64)), axis=1)
 
 
 def rank_tokens(
@@ -67,3 +66,8 @@ def admitted_survival(scores: Floats, lens: IntArray) -> float:
     clean = clean_survival(scores)
     inside = np.arange(clean.shape[1])[None, :] < np.asarray(lens)[:, None]
     return float(clean[inside].sum())
+
+
+def _bounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """In [0, 1], a NaN as 0: `fmax` takes the other operand of a NaN."""
+    return np.asarray(np.minimum(np.fmax(values, 0.0), 1.0), dtype=np.float64)

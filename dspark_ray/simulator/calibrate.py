@@ -17,7 +17,7 @@ def corrected_table(table: StepTable, steps: Iterable[RecordedStep], num_draft_t
     for step in steps:
         if step.drafts:
             width = max(len(draft.survival) for draft in step.drafts)
-        draft_ms = table.draft_cost_ms(step.num_drafted * width / num_draft_tokens)
+        draft_ms = table.draft_cost_ms(step.num_drafted, width / num_draft_tokens)
         predicted_ms = table.verify_cost_ms(step.rows, step.context_tokens)
         correction.update(step.rows, predicted_ms, max(step.measured_ms - draft_ms, 0.0))
     return StepTable(
@@ -26,6 +26,7 @@ def corrected_table(table: StepTable, steps: Iterable[RecordedStep], num_draft_t
         staircase_rows=table.staircase_rows,
         requests=table.requests,
         draft_ms=table.draft_ms,
+        draft_fixed_ms=table.draft_fixed_ms,
         context_ms_per_token=table.context_ms_per_token,
         made_from={**table.made_from, "corrected": True},
     )

@@ -1,6 +1,6 @@
 """The real policies on one replica's requests: what the engine's `BudgetPlanner` does, without a model.
 
-Lengths, cost curve, gate, width, survival and the cap's bucket are the engine's own functions
+Lengths, costs, drafting, gate and the cap's bucket are the engine's own
 (`dspark_ray.scheduling`); this file only feeds them. Drafts come from an `AcceptanceBank`.
 """
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from dspark_ray.core.types import FloatArray, IntArray, StepPlan, VerificationMode
 from dspark_ray.scheduling.cap import TokenBucket, bucket_of_share
-from dspark_ray.scheduling.gate import should_draft, speculation_pays
+from dspark_ray.scheduling.drafting import Costs, Drafting
+from dspark_ray.scheduling.gate import should_draft
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthView
-from dspark_ray.scheduling.step_table import StepTable, cost_curve
-from dspark_ray.scheduling.width import DraftWidth
+from dspark_ray.scheduling.live_costs import LiveCosts
+from dspark_ray.scheduling.recent_survival import RecentSurvival
+from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.simulator.acceptance import AcceptanceBank
 
 STALE_STEPS = 2  # the engine's: budgets come from scores of this many drafts ago
-_PRIOR_SMOOTHING = 0.05
-_SWITCH_PROBE_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,11 @@ class ReplicaPolicy:
         self.settings, self.table, self.bank = settings, table, bank
         self._max_step_rows, self._rng = max_step_rows, rng
         gamma = settings.num_draft_tokens
-        self._width = DraftWidth(gamma)
-        self._prior = np.full(gamma, 0.5, dtype=np.float32)
-        self._prior_queue: list[FloatArray] = []
-        self._pays, self._steps_off = True, 0
+        self._costs = LiveCosts(table, max_step_rows, gamma)
+        self._recent = RecentSurvival(gamma, STALE_STEPS)
+        self._drafting = Drafting(self._recent)
+        fixed = settings.fixed_tokens if settings.mode is VerificationMode.FIXED else None
+        self._num_drafted_tokens = gamma if fixed is None else max(1, fixed)
         self.bucket: TokenBucket | None = None
         self.drafted_tokens = 0
         self._task = np.zeros(num_slots, dtype=np.int64)
@@ -97,7 +98,7 @@ class ReplicaPolicy:
         max_lens = np.minimum(self._drafted[slots], np.maximum(most, 0))
         # A request without enough history enters the search with the live mean, as in the engine.
         old = self._num_scores[slots] > STALE_STEPS
-        stale = np.where(old[:, None], self._scores[slots, STALE_STEPS], self._prior[None, :])
+        stale = np.where(old[:, None], self._scores[slots, STALE_STEPS], self._recent.mean[None, :])
         drafting = self._drafted[slots] > 0
         stale = np.where(drafting[:, None], stale, 0.0).astype(np.float32)
         view = LengthView(
@@ -106,7 +107,12 @@ class ReplicaPolicy:
             max_lens=max_lens,
             base_rows=count + load.prefill_rows,
             num_decoding=count,
-            cost_ms=self._cost_ms(count, load, int(max_lens.sum()), int((max_lens > 0).sum())),
+            cost_ms=self._cost_ms(
+                count,
+                load,
+                int(max_lens.sum()),
+                self._costs.draft_ms(int((max_lens > 0).sum()), self._num_drafted_tokens),
+            ),
             cap_tokens=self._cap(count, load, now_ms),
             fixed_tokens=self.settings.fixed_tokens if self.settings.mode is VerificationMode.FIXED else None,
             threshold=self.settings.threshold,
@@ -114,7 +120,6 @@ class ReplicaPolicy:
         lens = LENGTH_RULES.get(self._rule())(view).lens
         if self.bucket is not None:
             self.bucket.take(int(lens.sum()))
-        self._width.note(lens, max_lens)
         had = max_lens > 0
         zero = np.where(lens > 0, 0, self._zero_steps[slots] + 1)
         self._zero_steps[slots] = np.where(had, zero, self._zero_steps[slots])
@@ -129,7 +134,7 @@ class ReplicaPolicy:
         slots = self._wants_draft(slots[remaining > 1], load)
         if not len(slots):
             return 0.0
-        width, gamma = self._draft_tokens(), self.settings.num_draft_tokens
+        width, gamma = self._num_drafted_tokens, self.settings.num_draft_tokens
         scores = np.zeros((len(slots), gamma), dtype=np.float32)
         scores[:, :width] = self.bank.survival[self._place[slots], :width]
         self._scores[slots, 1:] = self._scores[slots, :-1]
@@ -137,8 +142,8 @@ class ReplicaPolicy:
         self._num_scores[slots] += 1
         self._drafted[slots] = (scores > 0).sum(axis=1)  # a recorded block may be shorter
         self.drafted_tokens += int(self._drafted[slots].sum())
-        self._note_prior(scores[:, :width].mean(axis=0))
-        return self.table.draft_cost_ms(len(slots) * width / gamma)
+        self._recent.note(scores, width)
+        return self._costs.draft_ms(len(slots), width)
 
     def survival_report(self, slots: IntArray) -> FloatArray:
         """The scores that the engine would report of its decoding requests. → [≤ R, γ]"""
@@ -151,39 +156,16 @@ class ReplicaPolicy:
             return slots[:0]
         if settings.mode is not VerificationMode.ADAPTIVE:
             return slots
-        if not self._speculation_pays(len(slots), load):
-            return slots[:0]
+        plan = self._drafting.plan(len(slots), lambda: self._next_costs(len(slots), load))
         self._since_draft[slots] += 1
-        wanted = np.array(
-            [
-                should_draft(int(zero), int(since))
-                for zero, since in zip(self._zero_steps[slots], self._since_draft[slots], strict=True)
-            ],
-            dtype=bool,
-        )
-        self._since_draft[slots[wanted]] = 0
-        return slots[wanted]
-
-    def _speculation_pays(self, count: int, load: Load) -> bool:
-        if count == 0:
-            return False
-        cost = self._cost_ms(count, load, count * self.settings.num_draft_tokens, 0)
-        draft_ms = self.table.draft_cost_ms(count * self._draft_tokens() / self.settings.num_draft_tokens)
-        self._pays = speculation_pays(self._prior, count, cost, draft_ms, now_on=self._pays)
-        self._steps_off = 0 if self._pays else self._steps_off + 1
-        return self._pays or self._steps_off % _SWITCH_PROBE_STEPS == 0
-
-    def _draft_tokens(self) -> int:
-        if self.settings.mode is VerificationMode.FIXED:
-            fixed = self.settings.fixed_tokens
-            return self.settings.num_draft_tokens if fixed is None else max(1, fixed)
-        return self._width.tokens()
-
-    def _note_prior(self, mean: FloatArray) -> None:
-        self._prior_queue.append(mean)
-        if len(self._prior_queue) > STALE_STEPS:
-            old = self._prior_queue.pop(0)
-            self._prior[: len(old)] += _PRIOR_SMOOTHING * (old - self._prior[: len(old)])
+        self._num_drafted_tokens = plan.num_tokens
+        if plan.num_requests < len(slots):  # a probe, or none
+            chosen = slots[np.argsort(-self._since_draft[slots], kind="stable")[: plan.num_requests]]
+        else:
+            zero, since = self._zero_steps[slots], self._since_draft[slots]
+            chosen = slots[[should_draft(int(z), int(n)) for z, n in zip(zero, since, strict=True)]]
+        self._since_draft[chosen] = 0
+        return chosen
 
     def _rule(self) -> str:
         searching = self.settings.mode in (VerificationMode.ADAPTIVE, VerificationMode.ALGORITHM1)
@@ -191,14 +173,14 @@ class ReplicaPolicy:
             VerificationMode.FIXED.value if searching and self.table.is_flat() else self.settings.mode.value
         )
 
-    def _cost_ms(self, count: int, load: Load, max_tokens: int, num_drafting: int) -> np.ndarray:
-        return cost_curve(
-            self.table,
-            None,
-            base_rows=max(1, count + load.prefill_rows),
-            max_draft_tokens=max_tokens,
-            num_drafting=num_drafting * self._draft_tokens() / self.settings.num_draft_tokens,
-            context_tokens=load.context_tokens,
+    def _cost_ms(self, count: int, load: Load, max_tokens: int, draft_ms: float) -> np.ndarray:
+        return self._costs.curve(count, load.prefill_rows, max_tokens, load.context_tokens, draft_ms=draft_ms)
+
+    def _next_costs(self, count: int, load: Load) -> Costs:
+        gamma = self.settings.num_draft_tokens
+        return Costs(
+            verify_ms=self._cost_ms(count, load, count * gamma, 0.0),
+            draft_ms=[self._costs.draft_ms(count, width) for width in range(gamma + 1)],
         )
 
     def _cap(self, count: int, load: Load, now_ms: float) -> int:

@@ -22,6 +22,7 @@ from tests.tiny_engine import (
     request,
     run,
     skip_without_invariant_kernels,
+    steep_table,
     tiny_decoder,
     tiny_drafter_dir,
     tiny_engine,
@@ -49,7 +50,9 @@ def test_bf16_texts_are_the_same_alone_together_and_drafted(
     checkpoint = tiny_drafter_dir(tmp_path / "drafter", VOCAB, draft_vocab=None)
     plain = {"mode": "off"}
     alone = tiny_engine(None, vocab_size=VOCAB, target=target, engine={"max_running": 1}, speculation=plain)
-    drafted = tiny_engine(checkpoint, vocab_size=VOCAB, target=target, speculation={"mode": mode})
+    drafted = tiny_engine(
+        checkpoint, vocab_size=VOCAB, target=target, table=steep_table(32), speculation={"mode": mode}
+    )
     expected = run(alone, requests())
     assert run(drafted, requests()) == expected
     assert drafted.counters.accepted_tokens > 0

@@ -19,7 +19,7 @@ from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.token_rules import token_rules
 from tests.contract.test_engine_law import chi_square_z
 from tests.reference import dense_logits
-from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import request, run, steep_table, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 VOCAB, LENGTH, NUM_REQUESTS = 6, 3, 1000
 PROMPT = (1, 3, 2)
@@ -84,6 +84,7 @@ def law_engine(checkpoint: Path | None, mode: str) -> Engine:
     return tiny_engine(
         checkpoint,
         vocab_size=VOCAB,
+        table=steep_table(256),
         engine={"max_waiting": 2 * NUM_REQUESTS, "max_running": 128},
         speculation={"mode": mode, "threshold": 0.3},
     )

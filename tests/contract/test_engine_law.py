@@ -18,7 +18,7 @@ from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
 from tests.drafter_families import family_dir
 from tests.reference import dense_logits
-from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import request, run, steep_table, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 VOCAB = 5
 PROMPT = (1, 3, 2)
@@ -85,6 +85,7 @@ def law_engine(checkpoint: Path, mode: str) -> Engine:
     return tiny_engine(
         checkpoint,
         vocab_size=VOCAB,
+        table=steep_table(256),
         engine={"max_waiting": NUM_REQUESTS, "max_running": 128},
         speculation={"mode": mode, "threshold": 0.3},
     )
@@ -120,7 +121,7 @@ def test_joint_law_with_chances_that_are_learnt(tmp_path: Path, exact_law: np.nd
     counters = engine.counters
     assert counters.accepted_tokens > 0
     assert counters.rejected_tokens > 0
-    assert counters.trimmed_tokens > counters.drafts
+    assert counters.trimmed_tokens > counters.drafts / 2  # blocks are short, for little is worth verifying
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 

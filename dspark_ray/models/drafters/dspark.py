@@ -49,6 +49,25 @@ from dspark_ray.models.drafters.network import DSparkConfig
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.targets.decoder import Decoder
 
+PENDING_ROWS = 64
+"""Context rows that wait for each other while nothing is drafted, so that weights are read once for all."""
+
+
+def _joined(parts: Sequence[ContextRows]) -> ContextRows:
+    """In one piece. A slot that changed hands meanwhile keeps its last row only."""
+    if len(parts) == 1:
+        return parts[0]
+    joined = ContextRows(*(torch.cat(fields) for fields in zip(*map(_fields, parts), strict=True)))
+    last = {slot: row for row, slot in enumerate(joined.slots.tolist())}
+    if len(last) == len(joined.slots):
+        return joined
+    kept = torch.tensor(sorted(last.values()))
+    return ContextRows(*(field[kept] for field in _fields(joined)))
+
+
+def _fields(rows: ContextRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return rows.taps, rows.positions, rows.slots, rows.next_token_ids
+
 
 class Backbone:
     """Context projection and the parallel forward over anchor and masks."""
@@ -81,8 +100,22 @@ class Backbone:
         )
         self.rope = drafter_rope(config, context)
         self.scale = config.head_dim**-0.5
+        self._pending: list[ContextRows] = []
 
-    def store_context(self, rows: ContextRows) -> None:
+    def add_context(self, rows: ContextRows) -> None:
+        """Notes rows that drafts will look at, and stores what has come together of them."""
+        self._pending.append(rows)
+        if sum(len(part.slots) for part in self._pending) >= PENDING_ROWS:
+            self.store_pending()
+
+    def store_pending(self) -> None:
+        """Must come before a draft."""
+        if not self._pending:
+            return
+        rows, self._pending = _joined(self._pending), []
+        self._store(rows)
+
+    def _store(self, rows: ContextRows) -> None:
         """K and V of H_ctx = RMSNorm(W_c taps) for every layer, written to the rows' slots."""
         hidden = rms_norm(self.fc(rows.taps), self.context_norm, self.config.rms_norm_eps)
         kv = self.context_kv(hidden)
@@ -109,6 +142,7 @@ class Backbone:
         anchors = [len(r.token_ids) - 1 for r in requests]
         positions = torch.tensor(anchors).unsqueeze(1) + torch.arange(size)
         cos, sin = self.rope.at(positions.view(-1))
+        self.store_pending()
         batch = self.pages.batch(requests, anchors, size)  # the keys before the anchor
         embedded = self.target.embedding[ids.view(-1)]
         if self._stack is not None:
@@ -199,7 +233,7 @@ class DSparkDrafter:
         self._online = OnlineConfidence(config.block_size, self._head) if learns else None
 
     def commit(self, rows: ContextRows) -> None:
-        self.backbone.store_context(rows)
+        self.backbone.add_context(rows)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         if self._online is not None:

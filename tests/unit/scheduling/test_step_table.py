@@ -53,6 +53,14 @@ def test_draft_cost():
     assert table(requests=[], draft_ms=[]).draft_cost_ms(3) == 0.0
 
 
+def test_a_shorter_block_costs_less_to_draft():
+    assert table().draft_cost_ms(8, 0.25) == table().draft_cost_ms(2)  # fewer rows: as fewer requests
+    fixed = table(draft_fixed_ms=[1.0, 1.0, 5.0])
+    assert [fixed.draft_cost_ms(1, share) for share in (0.0, 0.5, 1.0)] == [1.0, 1.5, 2.0]
+    assert fixed.draft_cost_ms(8, 0.5) == 7.0
+    assert StepTable.from_dict(fixed.to_dict()).digest == fixed.digest
+
+
 def test_noise_is_made_monotone_and_arrays_cannot_be_changed():
     noisy = table(verify_ms=[10.0, 9.0, 14.0, 13.0, 62.0])
     assert noisy.verify_ms.tolist() == [10.0, 10.0, 14.0, 14.0, 62.0]

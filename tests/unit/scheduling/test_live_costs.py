@@ -1,0 +1,51 @@
+"""Step costs under live corrections."""
+
+import numpy as np
+import pytest
+
+from dspark_ray.scheduling.live_costs import LiveCosts
+from dspark_ray.scheduling.step_table import StepTable
+
+
+def live(**fields: object) -> LiveCosts:
+    shape = {"rows": [1, 8, 64], "verify_ms": [10.0, 17.0, 73.0], "requests": [1, 8], "draft_ms": [2.0, 9.0]}
+    return LiveCosts(StepTable(**{**shape, **fields}), 64, 4)  # type: ignore[arg-type]
+
+
+def test_the_table_before_anything_is_known() -> None:
+    costs = live()
+    assert costs.curve(1, 0, 3, 0).tolist() == [10.0, 11.0, 12.0, 13.0]
+    assert costs.curve(1, 0, 3, 0, draft_ms=5.0)[0] == 15.0
+    assert costs.step_ms(8, 7, 0) == 17.0
+
+
+def test_no_costs_past_the_rows_there_are() -> None:
+    assert len(live().curve(60, 0, 100, 0)) == 5
+
+
+def test_prefill_counts_by_what_a_draft_token_costs_beside_it() -> None:
+    costs = live(rows=[1, 8, 64], verify_ms=[10.0, 10.0, 122.0])  # 2 ms a row from 8 rows on
+    assert costs.curve(1, 20, 2, 0).tolist() == [10.0, 12.0, 14.0]
+    assert costs.curve(1, 20, 2, 0, whole_step=True).tolist() == [36.0, 38.0, 40.0]
+
+
+def test_plain_and_speculating_steps_are_corrected_apart() -> None:
+    costs = live()
+    for _ in range(200):
+        costs.note_step(1, 0, 0, 10.0)
+        costs.note_step(4, 3, 0, 26.0)  # twice the table's
+    curve = costs.curve(1, 0, 3, 0)
+    assert curve[0] == pytest.approx(10.0, rel=0.02)
+    assert curve[3] == pytest.approx(26.0, rel=0.02)
+    assert costs.step_ms(4, 3, 0) == pytest.approx(26.0, rel=0.02)
+    assert costs.step_ms(4, 0, 0) == pytest.approx(13.0, rel=0.02)
+    assert (np.diff(curve) >= 0).all()
+
+
+def test_drafting_is_corrected_too() -> None:
+    costs = live(draft_fixed_ms=[1.0, 1.0])
+    assert [costs.draft_ms(1, n) for n in (0, 2, 4)] == [1.0, 1.5, 2.0]
+    for _ in range(200):
+        costs.note_draft(1, 4, 3.0)
+    assert costs.draft_ms(1, 4) == pytest.approx(3.0, rel=0.02)
+    assert costs.draft_ms(0, 4) == 0.0
