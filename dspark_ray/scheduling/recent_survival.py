@@ -17,7 +17,8 @@ class RecentSurvival:
     def __init__(self, num_draft_tokens: int, delay: int) -> None:
         self._delay = delay
         self._waiting: list[FloatArray] = []
-        self._rows = np.cumprod(np.full((1, num_draft_tokens), _FIRST_GUESS, dtype=np.float32), axis=1)
+        powers = np.arange(1, num_draft_tokens + 1)
+        self._rows: FloatArray = (_FIRST_GUESS**powers)[None, :].astype(np.float32)
         self._mean: FloatArray = self._rows[0]
         self._known = False
 
