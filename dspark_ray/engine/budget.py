@@ -174,6 +174,19 @@ class BudgetPlanner:
             self.costs.note_draft(num_drafting, self._num_drafted_tokens, draft_ms)
         return predicted_ms
 
+    def speculation_ms(
+        self, rows: int, num_verified: int, num_decoding: int, num_drafting: int, context_tokens: int
+    ) -> tuple[float, float, float]:
+        """What a step costs: its decoding requests without drafts, verification on top, drafting after it.
+        Zeros where nothing is verified or known."""
+        if self.costs is None or num_verified == 0:
+            return 0.0, 0.0, 0.0
+        costs = self.costs
+        plain_ms = costs.step_ms(max(1, num_decoding), 0, context_tokens)
+        undrafted_ms = costs.step_ms(rows - num_verified, num_verified, context_tokens)
+        verify_ms = costs.step_ms(rows, num_verified, context_tokens) - undrafted_ms
+        return plain_ms, verify_ms, costs.draft_ms(num_drafting, self._num_drafted_tokens)
+
     def rates(self, max_running: int) -> Rates:
         """Throughput by number of requests at the live mean survival; empty while costs are unknown."""
         if self.costs is None:

@@ -463,9 +463,9 @@ class Engine:
         )
         self._recent.add(record)
         if self.context_watch is not None:
-            plain_ms, _ = self.budget.predict_ms(max(1, decoding), 0, batch.context_tokens)
-            undrafted_ms, _ = self.budget.predict_ms(rows - verified, 0, batch.context_tokens)
-            self.context_watch.end_step(plain_ms, table_ms - undrafted_ms, self.budget.draft_ms(num_drafted))
+            self.context_watch.end_step(
+                *self.budget.speculation_ms(rows, verified, decoding, num_drafted, batch.context_tokens)
+            )
         if self.recorder is not None:
             self.recorder.step(record, num_drafted, batch.context_tokens)
         self._coupling.base_rows = rows - verified

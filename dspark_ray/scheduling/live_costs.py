@@ -54,8 +54,9 @@ class LiveCosts:
     def step_ms(self, rows: int, num_draft_tokens: int, context_tokens: int) -> float:
         """Time of a target step of `rows` rows, `num_draft_tokens` of them drafted."""
         factors = self._speculating_factor if num_draft_tokens else self._plain_factor
-        table_ms = self.table.verify_cost_ms(rows, context_tokens)
-        return table_ms * float(factors[min(rows, len(factors) - 1)])
+        at = min(rows, len(factors) - 1)
+        table_ms = float(self._table_ms[at]) if at == rows else self.table.verify_cost_ms(rows)
+        return (table_ms + self.table.context_ms_per_token * context_tokens) * float(factors[at])
 
     def draft_ms(self, num_requests: int, num_tokens: int) -> float:
         """Time to draft `num_tokens` for each of `num_requests`."""
