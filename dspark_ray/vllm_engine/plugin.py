@@ -38,6 +38,7 @@ ENTRY_POINT = "dspark-ray"  # its name in the group, which VLLM_PLUGINS may leav
 GROUP = "vllm.general_plugins"
 _TERMS = "dspark_terms"  # on a `SchedulerOutput`
 _RANK = "dspark_rank"  # on an `AdaptiveVerificationManager`
+_MARK = "dspark_wrapped"  # on a method
 
 # What is wrapped, with the parameters that it must have, and what is read of a manager.
 _SIGNATURES = {
@@ -77,7 +78,7 @@ def register() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
-    if hasattr(Scheduler.schedule, "__wrapped__"):
+    if hasattr(Scheduler.schedule, _MARK):
         return
     check_signatures((Scheduler, GPUModelRunner, AdaptiveVerificationManager), version)
     core = CoreSide(lambda: PlanReceiver(addresses.plans))
@@ -239,6 +240,7 @@ def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(original, self, *args, **kwargs)
 
+    setattr(method, _MARK, True)
     setattr(owner, name, method)
 
 
