@@ -47,42 +47,39 @@ class VerifyBatch:
 def pack(work: Seq[Work], block_size: int) -> VerifyBatch:
     """Flattens the step's work; blocks for every row must be owned already."""
     ids: list[int] = []
-    starts = np.zeros(len(work) + 1, dtype=np.int32)
-    kv_len = np.zeros(len(work), dtype=np.int32)
-    width = max(len(w.sequence.blocks) for w in work)
-    tables = np.zeros((len(work), width), dtype=np.int32)
-    positions, slots, logit_rows = [], [], []
-    for index, item in enumerate(work):
+    for item in work:
         sequence, first = item.sequence, item.sequence.num_computed
         if item.decoding:
             ids += [sequence.token_ids[-1], *item.draft_tokens]
         else:
             ids += sequence.token_ids[first : first + item.num_rows]
-        blocks = np.asarray(sequence.blocks, dtype=np.int32)
-        tables[index, : len(blocks)] = blocks
-        where = np.arange(first, first + item.num_rows)
-        positions.append(where)
-        slots.append(blocks[where // block_size].astype(np.int64) * block_size + where % block_size)
-        kv_len[index] = first + item.num_rows
-        starts[index + 1] = starts[index] + item.num_rows
-        if item.decoding:
-            logit_rows.append(np.arange(starts[index], starts[index + 1]))
-        elif item.needs_logits:
-            logit_rows.append(np.array([starts[index + 1] - 1]))
-    no_rows = np.zeros(0, dtype=np.int64)
+    rows = np.array([item.num_rows for item in work])
+    starts = np.zeros(len(work) + 1, dtype=np.int32)
+    np.cumsum(rows, out=starts[1:])
+    first_positions = np.array([item.sequence.num_computed for item in work])
+    kv_len = (first_positions + rows).astype(np.int32)
+    tables = np.zeros((len(work), max(len(w.sequence.blocks) for w in work)), dtype=np.int32)
+    for table, item in zip(tables, work, strict=True):
+        table[: len(item.sequence.blocks)] = item.sequence.blocks
+    owner = np.repeat(np.arange(len(work)), rows)  # [N] whose row it is
+    positions = first_positions[owner] + np.arange(len(owner)) - starts[owner]
+    slots = tables[owner, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    # All rows of a decoding request, the last one of a prompt that ends here.
+    first_wanted = np.array([0 if w.decoding else w.num_rows - w.needs_logits for w in work], dtype=np.int64)
+    wanted = np.arange(len(owner)) - starts[owner] >= first_wanted[owner]
     return VerifyBatch(
         work=tuple(work),
         token_ids=torch.tensor(ids),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        slots=torch.from_numpy(np.concatenate(slots)),
+        positions=torch.from_numpy(positions),
+        slots=torch.from_numpy(slots),
         paged=PagedBatch(
             query_start=torch.from_numpy(starts),
             kv_len=torch.from_numpy(kv_len),
             block_tables=torch.from_numpy(tables),
             block_size=block_size,
-            max_query=max(w.num_rows for w in work),
+            max_query=int(rows.max()),
             max_kv=int(kv_len.max()),
         ),
-        logit_rows=torch.from_numpy(np.concatenate([no_rows, *logit_rows]).astype(np.int64)),
+        logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
         context_tokens=int(kv_len.sum()),
     )

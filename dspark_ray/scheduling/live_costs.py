@@ -54,21 +54,20 @@ class LiveCosts:
     def step_ms(self, rows: int, num_draft_tokens: int, context_tokens: int) -> float:
         """Time of a target step of `rows` rows, `num_draft_tokens` of them drafted."""
         factors = self._speculating_factor if num_draft_tokens else self._plain_factor
-        at = min(rows, len(factors) - 1)
-        table_ms = float(self._table_ms[at]) if at == rows else self.table.verify_cost_ms(rows)
-        return (table_ms + self.table.context_ms_per_token * context_tokens) * float(factors[at])
+        return self._uncorrected_ms(rows, context_tokens) * float(factors[min(rows, len(factors) - 1)])
 
     def draft_ms(self, num_requests: int, num_tokens: int) -> float:
         """Time to draft `num_tokens` for each of `num_requests`."""
-        table_ms = self._table_draft_ms(num_requests, num_tokens)
-        if table_ms <= 0.0:
-            return 0.0
-        return table_ms * float(self._draft.factor(np.array([num_requests * num_tokens]))[0])
+        size = (num_requests, num_tokens)
+        if size not in self._draft_ms:
+            factor = float(self._draft.factor(np.array([num_requests * num_tokens]))[0])
+            self._draft_ms[size] = self._table_draft_ms(*size) * factor
+        return self._draft_ms[size]
 
     def note_step(self, rows: int, num_draft_tokens: int, context_tokens: int, measured_ms: float) -> None:
         """A target step, and what it took without drafting."""
         correction = self._speculating if num_draft_tokens else self.plain
-        correction.update(rows, self.table.verify_cost_ms(rows, context_tokens), max(measured_ms, 0.0))
+        correction.update(rows, self._uncorrected_ms(rows, context_tokens), max(measured_ms, 0.0))
         self._notes += 1
         if self._notes % _REFRESH_STEPS == 0:
             self._refresh()
@@ -78,10 +77,16 @@ class LiveCosts:
         table_ms = self._table_draft_ms(num_requests, num_tokens)
         self._draft.update(num_requests * num_tokens, table_ms, measured_ms)
 
+    def _uncorrected_ms(self, rows: int, context_tokens: int) -> float:
+        if rows >= len(self._table_ms):
+            return self.table.verify_cost_ms(rows, context_tokens)
+        return float(self._table_ms[rows]) + self.table.context_ms_per_token * context_tokens
+
     def _table_draft_ms(self, num_requests: int, num_tokens: int) -> float:
         return self.table.draft_cost_ms(num_requests, num_tokens / self._num_draft_tokens)
 
     def _refresh(self) -> None:
+        self._draft_ms: dict[tuple[int, int], float] = {}  # until the next refresh
         self._plain_factor = self.plain.factor(self._rows)
         self._speculating_factor = self._speculating.factor(self._rows)
         self._plain_ms = np.maximum.accumulate(self._table_ms * self._plain_factor)

@@ -30,8 +30,8 @@ class CalibratedConfidence:
 
     def __call__(self, logits: FloatArray, rules: Sequence[AcceptanceRule]) -> FloatArray:
         """logits [R, γ] and each request's rule [R] → [R, γ] in (0, 1)."""
-        temperature = np.stack([self._by_rule[rule] for rule in rules])[:, : logits.shape[1]]
-        scaled = np.clip(logits / temperature, -_MAX_LOGIT, _MAX_LOGIT)
+        temperature = np.array([self._by_rule[rule] for rule in rules])[:, : logits.shape[1]]
+        scaled = np.minimum(np.maximum(logits / temperature, -_MAX_LOGIT), _MAX_LOGIT)
         return (1.0 / (1.0 + np.exp(-scaled))).astype(np.float32)
 
 

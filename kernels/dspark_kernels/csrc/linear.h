@@ -31,7 +31,7 @@ static void pack(const bf16* weight, int64_t out, int64_t in, uint32_t* panels) 
 // With many rows the multiplications delay the reads that the CPU would start by itself; with few rows it needs no help,
 // and help slows it down (measured on Zen 4).
 constexpr int FETCH_FROM_ROWS = 6;
-constexpr int64_t FETCH_AHEAD = 4096;  // bytes
+constexpr int64_t FETCH_AHEAD = 8192;  // bytes
 
 template <int R>
 void multiply_rows(const uint32_t* panel, const bf16* x, const float* bias, int64_t in, bf16* out, int64_t out_stride,

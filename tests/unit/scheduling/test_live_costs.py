@@ -47,5 +47,6 @@ def test_drafting_is_corrected_too() -> None:
     assert [costs.draft_ms(1, n) for n in (0, 2, 4)] == [1.0, 1.5, 2.0]
     for _ in range(200):
         costs.note_draft(1, 4, 3.0)
+        costs.note_step(1, 0, 0, 10.0)
     assert costs.draft_ms(1, 4) == pytest.approx(3.0, rel=0.02)
     assert costs.draft_ms(0, 4) == 0.0
