@@ -279,9 +279,11 @@ class Engine:
                     self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
                 if self.recorder is not None:
                     self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
-                self._count_decode(sequence, outcome, len(emitted))
                 if self.context_watch is not None:
-                    self.context_watch.note(first + 1, outcome.num_verified, outcome.num_accepted)
+                    draft, verified = sequence.draft, outcome.num_verified
+                    claimed = 0.0 if draft is None else float(draft.survival[:verified].sum())
+                    self.context_watch.note(first + 1, verified, outcome.num_accepted, claimed)
+                self._count_decode(sequence, outcome, len(emitted))
             next_tokens += _tokens_after(sequence.token_ids, first, committed)
             self._register_prefix(sequence)
             if emitted:

@@ -103,12 +103,14 @@ def test_requests_end_exactly_at_the_models_limit(checkpoint: Path, mode: str) -
     assert [len(text) for text in texts.values()] == [63, 24, 5, 4, 3, 2, 1]
 
 
-def watched(accepted: float, *, verify_ms: float, steps: int, first: int = 0) -> ContextWatch:
+def watched(
+    accepted: float, *, verify_ms: float, steps: int, first: int = 0, claimed: float = 0.9
+) -> ContextWatch:
     """Ten requests a step, four tokens verified of each; plain decoding makes a token a millisecond."""
     watch, rng = ContextWatch(4), np.random.default_rng(0)
     for _ in range(steps):
         for _ in range(10):
-            watch.note(first + 1, min(4, watch.cap(first + 1)), int(rng.random() < accepted))
+            watch.note(first + 1, min(4, watch.cap(first + 1)), int(rng.random() < accepted), claimed)
         watch.end_step(10.0, verify_ms, 0.5)
     return watch
 
@@ -122,13 +124,18 @@ def test_speculation_that_pays_keeps_its_cap() -> None:
 
 
 def test_the_cap_falls_where_it_does_not_and_only_there() -> None:
-    watch = watched(0.1, verify_ms=20.0, steps=200, first=3 * FIRST_BAND)
+    watch = watched(0.1, verify_ms=20.0, steps=90, first=3 * FIRST_BAND)
     assert watch.cap(3 * FIRST_BAND) == 0
     assert watch.cap(2 * FIRST_BAND) == 0  # the same band
     assert watch.cap(FIRST_BAND) == watch.cap(4 * FIRST_BAND) == 4
     for _ in range(RETRY_STEPS):
-        watch.note(3 * FIRST_BAND, 0, 0)
+        watch.note(3 * FIRST_BAND, 0, 0, 0.0)
     assert watch.cap(3 * FIRST_BAND) >= 1  # it is tried again
+
+
+def test_what_is_dear_as_claimed_is_the_budgets_business() -> None:
+    """At a high load no verification pays; the budget knows, and a cap would outlast the load."""
+    assert watched(0.1, verify_ms=20.0, steps=200, claimed=0.11).cap(1) == 4
 
 
 def test_a_few_bad_drafts_lower_nothing() -> None:
@@ -138,7 +145,7 @@ def test_a_few_bad_drafts_lower_nothing() -> None:
 def test_unknown_costs_judge_nothing() -> None:
     watch = ContextWatch(4)
     for _ in range(10 * JUDGED_STEPS):
-        watch.note(1, 4, 0)
+        watch.note(1, 4, 0, 2.0)
         watch.end_step(0.0, 0.0, 0.0)
     assert watch.cap(1) == 4
 
@@ -147,9 +154,9 @@ def test_a_cap_of_zero_stops_drafting(checkpoint: Path) -> None:
     engine: Engine = tiny_engine(checkpoint, vocab_size=VOCAB, speculation={"mode": "adaptive"})
     assert engine.context_watch is not None
     expected = run(tiny_engine(None, vocab_size=VOCAB, speculation={"mode": "off"}), requests())
-    for _ in range(60):
+    for _ in range(90):
         for _ in range(10):
-            engine.context_watch.note(1, 4, 0)
+            engine.context_watch.note(1, 4, 0, 2.0)
         engine.context_watch.end_step(1.0, 100.0, 1.0)
     assert run(engine, requests()) == expected
     assert engine.counters.drafted_tokens == 0

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayActorError
 
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import EngineDeadError, RequestError
+from dspark_ray.core.types import AdapterRef, SwapOrder, SwapState
 from dspark_ray.runtime import fleet_metrics
 from dspark_ray.runtime.fleet_metrics import FRESH_MS, EngineFleet
 from dspark_ray.runtime.names import NAMESPACE, engine_name
@@ -88,3 +91,61 @@ async def test_a_watcher_outlives_every_error(directory: Directory, monkeypatch:
     watcher = asyncio.create_task(fleet.watch(0.0))
     await asyncio.wait_for(seen.wait(), 1.0)
     watcher.cancel()
+
+
+class Engines:
+    """Two engines' answers to what is told to all; the handles are Ray's in shape."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: dict[str, list[Any]]) -> None:
+        self.told: list[tuple[str, str, tuple[Any, ...]]] = []
+        names = [engine_name("app", replica) for replica in ("r1", "r2")]
+        listed = [{"name": name, "namespace": NAMESPACE} for name in names]
+
+        def handle(place: int) -> SimpleNamespace:
+            def method(name: str) -> SimpleNamespace:
+                async def answer(*arguments: Any) -> Any:
+                    self.told.append((f"r{place + 1}", name, arguments))
+                    given = answers.get(name, [None, None])[place]
+                    if isinstance(given, RayActorError):
+                        raise given
+                    return given
+
+                return SimpleNamespace(remote=lambda *a: asyncio.ensure_future(answer(*a)))
+
+            names = ("load_drafter", "end_trial", "swap_state", "load_adapter", "unload_adapter")
+            return SimpleNamespace(**{name: method(name) for name in names})
+
+        handles = {name: handle(place) for place, name in enumerate(names)}
+        monkeypatch.setattr(fleet_metrics, "list_named_actors", lambda all_namespaces: listed)
+        monkeypatch.setattr(fleet_metrics.ray, "get_actor", lambda name, namespace: handles[name])
+
+
+ORDER = SwapOrder("/drafters/new", id="1")
+
+
+async def test_a_drafter_is_tried_by_all_engines_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = RequestError("its shapes are another target's", code="invalid_drafter")
+    engines = Engines(monkeypatch, {"load_drafter": [None, refusal]})
+    with pytest.raises(RequestError, match="another target's"):
+        await EngineFleet("app").load_drafter(ORDER)
+    await asyncio.sleep(0)
+    assert ("r1", "end_trial", (False, ORDER)) in engines.told  # that trial, and no other
+    engines = Engines(monkeypatch, {})
+    await EngineFleet("app").load_drafter(ORDER)
+    assert sorted(engines.told) == [(name, "load_drafter", (ORDER,)) for name in ("r1", "r2")]
+
+
+async def test_every_replica_tells_how_its_trial_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [SwapState("trial", ORDER), SwapState("promoted", ORDER)]
+    Engines(monkeypatch, {"swap_state": states})
+    assert await EngineFleet("app").swap_states() == {"r1": states[0], "r2": states[1]}
+
+
+async def test_an_adapter_is_known_once_all_engines_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = AdapterRef("sql", "/lora/sql", "digest")
+    engines = Engines(monkeypatch, {})
+    assert await EngineFleet("app").load_adapter(adapter) == 2
+    assert ("r2", "load_adapter", (adapter,)) in engines.told
+    Engines(monkeypatch, {"load_adapter": [RayActorError(), None]})
+    with pytest.raises(EngineDeadError, match="did not answer to load_adapter"):
+        await EngineFleet("app").load_adapter(adapter)
