@@ -280,8 +280,7 @@ def test_others_go_on_while_a_request_is_prepared() -> None:
     bench.close()
 
 
-def test_others_have_the_loop_call_something_between_steps() -> None:
-    bench = Bench()
+def test_others_have_the_loop_call_something_between_steps(bench: Bench) -> None:
     seen: list[str] = []
 
     def refuse() -> None:
