@@ -56,6 +56,8 @@ def main() -> None:
         on_run=print_run,
     )
     print_rows(result["medians"])
+    if rows := [row for row in result["ratios"] if row["system"] == "adaptive"]:
+        print_rows(rows, "adaptive to the others, with 95% intervals")
     write(options.name, {"command": _command(options.prompts), "prompts": options.prompts.name, **result})
 
 

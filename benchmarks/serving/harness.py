@@ -6,9 +6,9 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import permutations, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +25,7 @@ from dspark_ray.models.prompts import RawPrompt, read_raw_prompts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.profiling.load import ClientTiming, LoadReport, Slo, drive
 from dspark_ray.profiling.machine import machine_facts
-from dspark_ray.profiling.ratio import Run, throughput_ratio
+from dspark_ray.profiling.ratio import Run, pairwise
 from dspark_ray.profiling.speculation import speculation_figures
 
 FOLDER = Path(__file__).resolve().parent
@@ -173,11 +173,7 @@ def ratios(load: str, rounds: Sequence[Sequence[tuple[Row, Run]]]) -> list[Row]:
     for results in rounds:
         for row, run in results:
             runs.setdefault(row["system"], []).append(run)
-    return [
-        {"load": load, "system": mine, "to": other}
-        | {key: round(value, 3) for key, value in asdict(throughput_ratio(runs[mine], runs[other])).items()}
-        for mine, other in permutations(runs, 2)
-    ]
+    return [{"load": load, **row} for row in pairwise(runs)]
 
 
 def medians(rows: Sequence[Row], ratio_rows: Sequence[Row]) -> list[Row]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig, DrafterConfig
 from dspark_ray.core.errors import ConfigError
@@ -20,6 +22,7 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.measure import TimedRun, distinct_ngrams, timed_run, warm_up
 from dspark_ray.profiling.cache import build_profiled_engine, ensure_table
 from dspark_ray.profiling.machine import machine_facts, portable_config
+from dspark_ray.profiling.ratio import Run, pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class Variant:
 
     mode: VerificationMode
     ngram: bool = False
+    fixed_tokens: int | None = None  # mode fixed only; None: all γ
 
 
 VARIANTS: dict[str, Variant] = {
@@ -38,6 +42,7 @@ VARIANTS: dict[str, Variant] = {
     "threshold": Variant(VerificationMode.THRESHOLD),
     "ngram": Variant(VerificationMode.ADAPTIVE, ngram=True),  # differs from `adaptive` in the drafter only
     "ngram-fixed": Variant(VerificationMode.FIXED, ngram=True),
+    **{f"fixed-{k}": Variant(VerificationMode.FIXED, fixed_tokens=k) for k in range(1, 8)},
 }
 DEFAULT_VARIANTS = ("off", "fixed", "adaptive", "algorithm1", "ngram")
 BASELINE = "off"
@@ -65,9 +70,18 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All measurements, in the order in which they were made."""
+    """All measurements, in the order in which they were made, and each request's times for the ratios."""
 
     measurements: list[Measurement]
+    runs: dict[int, dict[str, list[Run]]]  # by concurrency and variant, a run each round
+
+    def ratios(self) -> list[dict[str, float | int | str]]:
+        """Each variant's throughput to each other one's, with a 95% interval."""
+        return [
+            {"concurrency": concurrency, **row}
+            for concurrency, runs in self.runs.items()
+            for row in pairwise(runs)
+        ]
 
     def medians(self) -> list[dict[str, float | int | str]]:
         """One row for each concurrency and variant: the median over rounds of every figure."""
@@ -119,6 +133,7 @@ def run_comparison(
         "config": portable_config(config),
         "step_tables": {name: table.to_dict() for name, table in tables.items() if table is not None},
         "medians": comparison.medians(),
+        "ratios": comparison.ratios(),
         "measurements": [asdict(item) for item in comparison.measurements],
     }
 
@@ -173,6 +188,7 @@ def compare(
     for engine in engines.values():
         warm_up(engine, list(prompts[0])[:32])
     names, measurements = list(engines), []
+    kept: dict[int, dict[str, list[Run]]] = {n: {name: [] for name in names} for n in concurrencies}
     for number in range(rounds):
         for concurrency in concurrencies:
             shift = number % len(names)
@@ -182,10 +198,12 @@ def compare(
                 runs[name] = timed_run(engines[name], requests, concurrency=concurrency)
                 if on_run is not None:
                     on_run(name, concurrency, number, runs[name])
+            for name in names:
+                kept[concurrency][name].append(_run_of(runs[name]))
             measurements += [
                 _measure(name, concurrency, number, runs[name], runs[BASELINE]) for name in names
             ]
-    return Comparison(measurements)
+    return Comparison(measurements, kept)
 
 
 def kv_tokens_needed(prompts: Sequence[Sequence[int]], concurrency: int, max_tokens: int) -> int:
@@ -209,11 +227,19 @@ def _benchmark_config(config: AppConfig, kv_tokens: int) -> AppConfig:
 
 def _variant_config(config: AppConfig, variant: Variant) -> AppConfig:
     speculation = config.speculation
-    updates: dict[str, object] = {"mode": variant.mode, "fixed_tokens": None}
+    if (variant.fixed_tokens or 0) > speculation.num_draft_tokens:
+        raise ConfigError(f"a draft has {speculation.num_draft_tokens} tokens, not {variant.fixed_tokens}")
+    updates: dict[str, object] = {"mode": variant.mode, "fixed_tokens": variant.fixed_tokens}
     if variant.ngram:
         old = speculation.drafter
         updates["drafter"] = DrafterConfig(kind="ngram", ngram_min=old.ngram_min, ngram_max=old.ngram_max)
     return config.model_copy(update={"speculation": speculation.model_copy(update=updates)})
+
+
+def _run_of(run: TimedRun) -> Run:
+    answers = run.completions
+    tokens = np.array([float(len(answer.token_ids)) for answer in answers])
+    return Run(run.tokens_per_s, tokens, np.array([(a.ended_ms - a.submitted_ms) / 1e3 for a in answers]))
 
 
 def _measure(name: str, concurrency: int, number: int, run: TimedRun, baseline: TimedRun) -> Measurement:

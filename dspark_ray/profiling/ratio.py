@@ -1,7 +1,8 @@
 """How much faster one system is than another, from rounds in which both answered the same prompts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import permutations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +43,15 @@ def throughput_ratio(mine: Sequence[Run], other: Sequence[Run], seed: int = 0) -
     values = np.median(wall[drawn] * resampled[drawn, np.arange(_DRAWS)[:, None]], axis=1)
     low, high = np.percentile(values, [2.5, 97.5])
     return Ratio(float(np.median(wall)), float(low), float(high))
+
+
+def pairwise(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, str | float]]:
+    """Every system to every other one; `runs` holds each one's rounds in the same order."""
+    return [
+        {"system": mine, "to": other}
+        | {key: round(value, 3) for key, value in asdict(throughput_ratio(runs[mine], runs[other])).items()}
+        for mine, other in permutations(runs, 2)
+    ]
 
 
 def _resampled(mine: Run, other: Run, rng: np.random.Generator) -> NDArray[np.float64]:

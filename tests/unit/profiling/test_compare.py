@@ -57,6 +57,9 @@ def test_rounds_and_ratios(model_dir: Path) -> None:
     assert len(result.measurements) == 2 * 2 * 3
     assert all(m.ratio_to_off == 1.0 for m in result.measurements if m.variant == "off")
     assert all(m.same_text_share == 1.0 for m in result.measurements)
+    ratios = {(row["concurrency"], row["system"], row["to"]): row for row in result.ratios()}
+    assert len(ratios) == 2 * 3 * 2
+    assert all(0 < row["low"] <= row["high"] for row in ratios.values())
     medians = result.medians()
     assert [(row["concurrency"], row["variant"]) for row in medians[:3]] == [(1, n) for n in names]
 
@@ -99,3 +102,10 @@ def test_a_comparison_needs_plain_decoding(model_dir: Path) -> None:
 def test_kv_for_the_longest() -> None:
     assert kv_tokens_needed(PROMPTS, 2, 10) == 8 + 5 + 2 * (10 + 64)
     assert kv_tokens_needed([[1]], 3, 10) == 3 + 3 * (10 + 64)
+
+
+def test_a_number_of_tokens_is_a_variant(model_dir: Path) -> None:
+    engines = build_contenders(config(), model_dir, ["off", "fixed-2"], kv_tokens=2000)
+    assert engines["fixed-2"].config.speculation.fixed_tokens == 2
+    result = compare(engines, PROMPTS, concurrencies=[1], rounds=1, max_tokens=16)
+    assert all(m.mean_budget_tokens <= 2 for m in result.measurements)
