@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup setup-vllm fetch serve format check test test-gpu test-vllm docs wheel clean
+.PHONY: help setup setup-vllm fetch serve demo format check test test-gpu test-vllm docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -58,6 +58,12 @@ fetch: setup  ## download and convert the default model, once
 
 serve: fetch  ## a server on port 8000 with a real model
 	@$(BIN)/dspark-ray serve $(CONFIG)
+
+demo: fetch  ## none, EAGLE-3, DSpark fixed and adaptive side by side: PROMPTS="a.jsonl b.jsonl" [EAGLE3_DIR=...]
+	$(BIN)/python -c 'import matplotlib, psutil' 2> /dev/null || $(BIN)/python -m pip install --progress-bar=off -e ".[bench]"
+	$(BIN)/python benchmarks/serving/compare.py --prompts $(PROMPTS) --loads 1:80 64:320 --name demo \
+	  --systems "dspark-ray off" "dspark-ray eagle3 3" "dspark-ray fixed 7" "dspark-ray adaptive" \
+	  $(if $(EAGLE3_DIR),--set EAGLE3_DIR=$(EAGLE3_DIR))
 
 format: setup  ## rewrite the code in the project's format
 	$(BIN)/ruff check --fix-only .

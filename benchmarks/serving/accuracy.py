@@ -33,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("--questions", type=Path, required=True)
     parser.add_argument("--lm-eval", default="lm_eval", help="its command")
+    parser.add_argument("--file", type=Path, default=FOLDER / "systems.yaml")
     parser.add_argument("--systems", nargs="+", default=["dspark-ray off", "dspark-ray adaptive"])
     parser.add_argument("--limit", type=int, default=100, help="questions")
     parser.add_argument("--concurrency", type=int, default=16)
@@ -40,7 +41,7 @@ def main() -> None:
     parser.add_argument("--name", default="gsm8k-accuracy", help="of the result file")
     options = parser.parse_args()
 
-    base, systems = load_systems(FOLDER / "systems.yaml", options.systems, {})
+    base, systems = load_systems(options.file, options.systems, {})
     answers: dict[str, list[dict[str, Any]]] = {}
     with running(systems, PROJECT_DIR / base) as servers:
         for server in servers:

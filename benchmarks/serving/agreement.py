@@ -16,11 +16,13 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from harness import Row, add_options, closed_loop, opened, repeated, result_of, write
+from harness import DEFAULT_MODEL, Row, add_options, closed_loop, opened, repeated, result_of, write
 from servers import Server, awake
 
 from dspark_ray.cli.bench import print_rows
+from dspark_ray.cli.common import load_config
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import RawPrompt
 
 THEIRS = {  # by our names
@@ -77,10 +79,14 @@ def vllm_bench(server: Server, prompts: list[RawPrompt], options: argparse.Names
         data.write_text("\n".join(json.dumps({"prompt": text}) for text in texts), encoding="utf-8")
         command = [str(venv / "bin" / "python"), "-c", _BENCH, "--backend", "openai-chat"]
         command += ["--base-url", server.url, "--endpoint", "/v1/chat/completions", "--model", server.model]
-        command += ["--skip-tokenizer-init", "--skip-chat-template", "--dataset-name", "custom"]
+        model_dir = resolve_model(
+            load_config(DEFAULT_MODEL).model.source
+        )  # without a tokenizer it tells no times
+        command += ["--tokenizer", str(model_dir), "--skip-chat-template", "--dataset-name", "custom"]
         command += ["--dataset-path", str(data), "--disable-shuffle", "--num-prompts", str(len(prompts))]
         command += ["--custom-output-len", str(options.max_tokens), "--temperature", "0"]
         command += ["--max-concurrency", str(options.concurrency), "--disable-tqdm"]
+        command += ["--percentile-metrics", "ttft,tpot"]
         command += ["--save-result", "--result-dir", folder, "--result-filename", result.name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0 or not result.is_file():

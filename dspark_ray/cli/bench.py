@@ -56,7 +56,8 @@ def bench(
     """Compare ways of decoding (--config), or measure what a server's clients see (--url).
 
     Variants: off, fixed (all γ), fixed-1 to fixed-7, adaptive, algorithm1, threshold with the config's
-    drafter; ngram (adaptive) and ngram-fixed with prompt look-up. Default: off,fixed,adaptive,algorithm1,ngram.
+    drafter; ngram (adaptive) and ngram-fixed with prompt look-up. Default:
+    off,fixed,adaptive,algorithm1,ngram.
     """
     if (config is None) == (url is None):
         raise ConfigError("give --config to compare modes in this process, or --url of a running server")

@@ -27,7 +27,7 @@ class ClientTiming:
 
     num_tokens: int
     ttft_ms: float  # to the first text
-    total_ms: float
+    total_ms: float  # to the last event of the answer; usage and [DONE], which follow, are no tokens
     error: str = ""
     finish_reason: str = ""
     num_prompt_tokens: int = 0
@@ -209,7 +209,7 @@ async def _request(client: httpx.AsyncClient, prompt: RawPrompt, options: dict[s
         return _failed(started, f"{type(error).__name__}: {error}")
     if answer.error or not answer.usage:
         return _failed(started, answer.error or "the server told no usage")
-    ended = time.perf_counter()
+    ended = answer.last or time.perf_counter()
     return ClientTiming(
         num_tokens=answer.usage.get("completion_tokens", 0),
         ttft_ms=1e3 * ((answer.first or ended) - started),
@@ -224,7 +224,8 @@ async def _request(client: httpx.AsyncClient, prompt: RawPrompt, options: dict[s
 class _Answer:
     """A stream as far as it has come. Incomplete is an error until its end is seen."""
 
-    first: float | None = None
+    first: float | None = None  # text
+    last: float | None = None  # event with a choice
     finish_reason: str = ""
     usage: dict[str, int] = field(default_factory=dict)
     parts: list[str] = field(default_factory=list)
@@ -239,11 +240,14 @@ class _Answer:
         if "error" in event:
             self.error = str(event["error"])
             return True
-        if text := _text(event):
-            self.first = self.first or time.perf_counter()
-            self.parts.append(text)
         self.usage = event.get("usage") or self.usage
-        for choice in event.get("choices", []):
+        choices = event.get("choices", [])
+        if choices:
+            self.last = time.perf_counter()
+        if text := _text(event):
+            self.first = self.first or self.last
+            self.parts.append(text)
+        for choice in choices:
             if reason := choice.get("finish_reason"):
                 self.finish_reason, self.error = reason, ""
         return False
