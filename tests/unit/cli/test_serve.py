@@ -165,7 +165,6 @@ def test_ray_gets_a_token_where_it_can_keep_none(tmp_path: Path, monkeypatch: py
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(serve, "free_ports", lambda count: [0] * count)
     assert "RAY_AUTH_TOKEN" not in serve._environment()
     monkeypatch.setattr("os.access", lambda *_: False)
     environment = serve._environment()
@@ -175,20 +174,16 @@ def test_ray_gets_a_token_where_it_can_keep_none(tmp_path: Path, monkeypatch: py
     assert "RAY_AUTH_TOKEN" not in serve._environment()
 
 
-def test_haproxy_stands_in_front_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_ADDRESS", "RAY_SERVE_ENABLE_HA_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+def test_haproxy_gets_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "free_ports", lambda count: list(range(9000, 9000 + count)))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "8404")  # the user's own stays
     environment = serve._environment()
-    assert environment["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
-    ports = [
-        value for name, value in environment.items() if name.endswith("_PORT") and value.startswith("900")
-    ]
-    assert len(set(ports)) == 4
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
-    assert serve._environment()["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert serve._haproxy() == {}
+    ports = {value for name, value in environment.items() if name.startswith("RAY_SERVE_") and "PORT" in name}
+    assert ports == {"9000", "9001", "9002", "8404"}
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    assert serve._haproxy() == {}
+    assert serve._haproxy_ports() == {}
+    monkeypatch.delenv("RAY_SERVE_ENABLE_HA_PROXY")
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert serve._haproxy_ports() == {}
