@@ -3,8 +3,8 @@
     python benchmarks/serving/http_overhead.py --prompts FILE.jsonl [--concurrency 32] [--limit 96]
         [--rounds 3] [--systems "dspark-ray off"]
 
-The server is paused while the engine here runs. Both have the same configuration, `off` or `adaptive`; ours are
-behind HAProxy, "dspark-ray off, Serve's proxy" is not.
+The server is paused while the engine here runs. Both have the same configuration, `off` or `adaptive`. Ours
+are behind HAProxy; "dspark-ray off, Serve's proxy" is not.
 Writes benchmarks/results/NAME.json: throughput of both, their ratio round by round, CPU seconds by process.
 """
 
