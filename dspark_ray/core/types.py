@@ -313,7 +313,7 @@ class ArmStats:
     tau: float  # tokens a step of a drafted request, the bonus token included
     step_ms: float  # of a step with this drafter alone; 1 where no step costs are known
     tokens_per_ms: float  # of one request: what it is worth
-    error: float  # standard error of it
+    error: float | None  # standard error of it; None before two drafts were judged
 
 
 @dataclass(frozen=True, slots=True)

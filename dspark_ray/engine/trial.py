@@ -53,10 +53,10 @@ class _Arm:
         return self.tokens / self.num_drafts if self.num_drafts else 0.0
 
     @property
-    def tau_error(self) -> float:
-        """Standard error of τ, as if drafts were independent."""
+    def tau_error(self) -> float | None:
+        """Standard error of τ, as if drafts were independent; None before there are two."""
         if self.num_drafts < 2:
-            return math.inf
+            return None
         variance = self.tokens_squared / self.num_drafts - self.tau**2
         return math.sqrt(max(variance, 0.0) / self.num_drafts)
 
@@ -158,8 +158,9 @@ class DrafterTrial:
         if seen < self._next_look:
             return Verdict.UNDECIDED
         self._next_look *= 2
-        values, errors = zip(*((s.tokens_per_ms, s.error) for s in self.stats()), strict=True)
-        difference, error = values[1] - values[0], math.hypot(*errors)
+        current, candidate = self.stats()
+        difference = candidate.tokens_per_ms - current.tokens_per_ms
+        error = math.hypot(current.error or 0.0, candidate.error or 0.0)
         if difference > CLEARLY * error:
             return Verdict.BETTER
         if difference < -CLEARLY * error:
@@ -184,7 +185,7 @@ class DrafterTrial:
             tau=arm.tau,
             step_ms=step_ms,
             tokens_per_ms=arm.tau / step_ms,
-            error=arm.tau_error / step_ms,
+            error=None if arm.tau_error is None else arm.tau_error / step_ms,
         )
 
     def _step_ms(self, arm: _Arm) -> float:

@@ -1,7 +1,8 @@
 """A drafter is swapped while requests run: no text changes, and the new one reads no context but its own."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,8 @@ def test_texts_stay_through_trial_promotion_and_roll_back(
 def test_both_draft_their_share(checkpoints: dict[str, Path]) -> None:
     engine = engine_of(checkpoints["old"])
     swap(engine, checkpoints["new"], share=0.25)
+    assert [(arm.num_drafts, arm.error) for arm in swap_of(engine).state.arms] == [(0, None)] * 2
+    json.dumps(asdict(swap_of(engine).state), allow_nan=False)  # what routes answer at once
     run(engine, requests(64))
     swap_of(engine).refresh()
     old, new = swap_of(engine).state.arms
