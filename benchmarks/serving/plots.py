@@ -12,28 +12,39 @@ def plot_closed_loop(medians: Sequence[Row], rounds: Sequence[Row], path: Path) 
     from matplotlib import pyplot
 
     figure, ((users, loads), (budgets, places)) = pyplot.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    for name in dict.fromkeys(row["system"] for row in medians):
+    for number, name in enumerate(dict.fromkeys(row["system"] for row in medians)):
+        style = {
+            "marker": "o",
+            "color": f"C{number % 10}",
+            "linestyle": "-" if number < 10 else "--",
+            "label": name,
+        }
         points = [row for row in medians if row["system"] == name]
         levels, speeds = [row["concurrency"] for row in points], [row["tokens_per_s"] for row in points]
-        users.plot([row["user_tokens_per_s"] for row in points], speeds, "o-", label=name)
-        loads.plot(levels, speeds, "o-", label=name)
-        if any(row.get("tau", 1.0) > 1.0 for row in points):
-            budgets.plot(levels, [row["budget_tokens"] for row in points], "o-", label=name)
-            last = next(row for row in reversed(rounds) if row["system"] == name and "acceptance" in row)
-            places.plot(range(1, len(last["acceptance"]) + 1), last["acceptance"], "o-", label=name)
+        users.plot([row["user_tokens_per_s"] for row in points], speeds, **style)
+        loads.plot(levels, speeds, **style)
+        drafted = [row for row in rounds if row["system"] == name and row.get("acceptance")]
+        if drafted:
+            budgets.plot(levels, [row.get("budget_tokens") for row in points], **style)
+            accepted = drafted[-1]["acceptance"]
+            places.plot(range(1, len(accepted) + 1), accepted, **style)
     for axis, label, height in (
         (users, "tokens/s a user sees (median)", "tokens/s of the server"),
         (loads, "requests in flight", "tokens/s of the server"),
         (budgets, "requests in flight", "draft tokens verified a step"),
-        (places, "position in the block", "accepted of verified, at the highest load"),
+        (places, "position in the block", "accepted of verified, at the last load"),
     ):
         axis.set_xlabel(label)
         axis.set_ylabel(height)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+    users.set_xlim(left=0)
     users.legend(fontsize="x-small")
+    levels = sorted({row["concurrency"] for row in medians})
     for axis in (loads, budgets):
         axis.set_xscale("log", base=2)
+        axis.set_xticks(levels, [str(level) for level in levels])
+    places.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=110)
 
 
