@@ -38,7 +38,7 @@ def plot_closed_loop(medians: Sequence[Row], rounds: Sequence[Row], path: Path) 
         axis.set_ylabel(height)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    users.set_xlim(left=0)
+    users.set_xlim(0, 1.05 * users.get_xlim()[1])
     users.legend(fontsize="x-small")
     levels = sorted({row["concurrency"] for row in medians})
     for axis in (loads, budgets):
