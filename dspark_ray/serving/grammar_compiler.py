@@ -35,7 +35,9 @@ class GrammarCompiler:
         self._max_wait_s = max_wait_s
         self._worker: LineProcess | None = None
         self._one_at_a_time = asyncio.Lock()
-        self._exchanges: set[asyncio.Future[CompiledGrammar]] = set()  # the running one and those that wait
+        self._running: asyncio.Future[CompiledGrammar] | None = None  # the exchange with the worker
+        self._num_here = 0  # callers, the one whose turn it is included
+        self._closed = False
         self._cache: OrderedDict[str, CompiledGrammar] = OrderedDict()  # newest last
         self._cached_bytes = 0
         self._refused: OrderedDict[str, tuple[float, RequestError]] = OrderedDict()  # until when, and why
@@ -51,32 +53,38 @@ class GrammarCompiler:
         key = hashlib.sha256(tag.encode()).hexdigest()
         if (known := self._known(key)) is not None:
             return known
-        if len(self._exchanges) >= MAX_WAITING:
+        if self._num_here >= MAX_WAITING:
             raise QueueFullError("too many grammars wait to be compiled; try again later")
-        # A client that leaves must not cut the exchange short: the next one would read its answer.
-        exchange = asyncio.ensure_future(self._compile(key, tag))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._exchanged)
-        return await asyncio.shield(exchange)
+        self._num_here += 1
+        try:
+            await self._turn()
+            # A client that leaves now must not cut the exchange short: the next one would read its answer.
+            self._running = asyncio.ensure_future(self._compile(key, tag))
+            self._running.add_done_callback(_seen)
+            return await asyncio.shield(self._running)
+        finally:
+            self._num_here -= 1
 
     async def close(self) -> None:
-        """Ends the worker, and whatever waits for it."""
-        for exchange in self._exchanges:  # first: one that waits would start another worker
-            exchange.cancel()
-        await asyncio.gather(*self._exchanges, return_exceptions=True)
+        """Ends the worker; who waits for it is sent away."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
         await self._kill()
 
-    def _exchanged(self, exchange: "asyncio.Future[CompiledGrammar]") -> None:
-        self._exchanges.discard(exchange)
-        if not exchange.cancelled():
-            exchange.exception()  # marks it as seen: who left does not want it
-
-    async def _compile(self, key: str, tag: str) -> CompiledGrammar:
+    async def _turn(self) -> None:
+        """Until the worker is this caller's alone; `_compile` gives it back."""
         try:
             async with asyncio.timeout(self._max_wait_s):
                 await self._one_at_a_time.acquire()
         except TimeoutError as error:
             raise QueueFullError("the grammars before this one take too long; try again later") from error
+        if self._closed:
+            self._one_at_a_time.release()
+            raise QueueFullError("this server is ending; try again later")
+
+    async def _compile(self, key: str, tag: str) -> CompiledGrammar:
         try:
             return self._known(key) or await self._tried(key, tag)
         finally:
@@ -152,6 +160,12 @@ class GrammarCompiler:
         self._refused[key] = time.monotonic() + REFUSED_FOR_S, error
         while len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
+
+
+def _seen(exchange: "asyncio.Future[CompiledGrammar]") -> None:
+    """Who left does not want its error."""
+    if not exchange.cancelled():
+        exchange.exception()
 
 
 async def _exchange(worker: LineProcess, request: dict[str, str]) -> dict[str, str] | None:

@@ -67,6 +67,15 @@ async def test_who_leaves_does_not_shift_the_answers(compiler: GrammarCompiler) 
     assert (await compiler.compile("b")).compiled == "b 1"  # it was compiled all the same
 
 
+async def test_nothing_is_compiled_for_who_left_before_their_turn(compiler: GrammarCompiler) -> None:
+    first = asyncio.ensure_future(compiler.compile("a"))
+    leaving = asyncio.ensure_future(compiler.compile("b"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert (await compiler.compile("c")).compiled == "c 1"
+    assert (await first).compiled == "a 0"
+
+
 async def test_too_many_that_wait_are_refused(compiler: GrammarCompiler) -> None:
     waiting = [asyncio.ensure_future(compiler.compile(str(number))) for number in range(MAX_WAITING)]
     await asyncio.sleep(0)
@@ -88,8 +97,9 @@ async def test_closing_ends_what_waits_and_starts_nothing() -> None:
     waiting = [asyncio.ensure_future(compiler.compile(tag)) for tag in ("hang", "a", "b")]
     await asyncio.sleep(0.05)
     await compiler.close()
-    ends = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(end, asyncio.CancelledError) for end in ends)
+    hanging, *others = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(hanging, asyncio.CancelledError)
+    assert [type(end) for end in others] == [QueueFullError] * 2
     assert compiler._worker is None
 
 
