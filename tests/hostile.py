@@ -570,7 +570,7 @@ async def main(options: argparse.Namespace) -> int:
             "problems": findings.problems,
             "answers": dict(sorted(findings.seen.items())),
             "slowest_s": {kind: round(took, 2) for kind, took in sorted(findings.slowest_s.items())},
-            "memory_mib": watched.memory_mib,
+            "memory_mib": {} if options.url else watched.memory_mib,  # of this process
             "wall_s": round(took_s, 1),
         }
         options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

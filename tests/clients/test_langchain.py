@@ -38,6 +38,7 @@ class TestChatModel(ChatModelIntegrationTests):
             "base_url": f"{self._url}/v1",
             "api_key": "unused",
             "temperature": 0,
+            "frequency_penalty": 0.3,  # without, it fills a string with the same words until the limit
             "max_tokens": 200,
             "stream_usage": True,
             "extra_body": {"parallel_tool_calls": False},  # it repeats its call where it may
@@ -46,6 +47,10 @@ class TestChatModel(ChatModelIntegrationTests):
     @property
     def supports_json_mode(self) -> bool:
         return True
+
+    @pytest.mark.xfail(reason="the model does not keep to a form that it is only told of")
+    def test_json_mode(self, model: BaseChatModel) -> None:
+        super().test_json_mode(model)
 
     @pytest.mark.xfail(reason="the model does not choose to call a tool")
     def test_agent_loop(self, model: BaseChatModel) -> None:
