@@ -119,7 +119,11 @@ def _environment() -> dict[str, str]:
     paths = [str(PROJECT_DIR), str(PROJECT_DIR / "kernels"), os.environ.get("PYTHONPATH", "")]
     # Ray lowers its workers' priority (nice 15) and gives Serve's proxy 5 s to start: on a small machine an
     # engine would then run behind everything else, and a slow start would be taken for a failure.
-    defaults = {"RAY_worker_niceness": "0", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60"}
+    defaults = {
+        "RAY_worker_niceness": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy.middlewares",
+    }
     python_path = os.pathsep.join(path for path in paths if path)
     return {**defaults, **_haproxy_ports(), **_ray_token(), **os.environ, "PYTHONPATH": python_path}
 

@@ -180,7 +180,11 @@ def test_haproxy_gets_ports_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
     monkeypatch.setenv("RAY_SERVE_HAPROXY_STATS_PORT", "8404")  # the user's own stays
     environment = serve._environment()
-    ports = {value for name, value in environment.items() if name.startswith("RAY_SERVE_") and "PORT" in name}
+    ports = {
+        value
+        for name, value in environment.items()
+        if name.startswith("RAY_SERVE_") and name.endswith("_PORT")
+    }
     assert ports == {"9000", "9001", "9002", "8404"}
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert serve._haproxy_ports() == {}
