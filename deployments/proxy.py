@@ -5,7 +5,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class ReadableHeaders:
-    """Drops headers that are not UTF-8: the proxy of Ray 2.60 answers with a 500 where it cannot decode one."""
+    """Drops headers that are not UTF-8, on which the proxy of Ray 2.60 fails with a 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
