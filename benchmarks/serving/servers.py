@@ -26,6 +26,7 @@ from dspark_ray.profiling.load import find_model
 
 START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
 STOP_TIMEOUT_S = 60.0
+SETTLE_S = 2.0  # after a pause: timers that ran out meanwhile all fire at once
 _AT_REST = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _MADE_LATER = {"PORT", "CONFIG"}
 _SERVE = "from dspark_ray.cli.main import app; app()"  # the installed command, whatever the PATH
@@ -185,6 +186,7 @@ def running(systems: Sequence[System], base: Path) -> Iterator[list[Server]]:
 def awake(server: Server) -> Iterator[None]:
     """Only this server runs; the others hold their memory and nothing else."""
     server.resume()
+    time.sleep(SETTLE_S)
     try:
         yield
     finally:
