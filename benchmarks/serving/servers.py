@@ -26,7 +26,7 @@ from dspark_ray.profiling.load import find_model
 
 START_TIMEOUT_S = 900.0  # vLLM compiles at its first start
 STOP_TIMEOUT_S = 60.0
-SETTLE_S = 2.0  # after a pause: timers that ran out meanwhile all fire at once
+SETTLE_S = 3.0  # after a start or a pause: timers that ran out meanwhile all fire at once
 _AT_REST = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 _MADE_LATER = {"PORT", "CONFIG"}
 _SERVE = "from dspark_ray.cli.main import app; app()"  # the installed command, whatever the PATH
@@ -86,7 +86,8 @@ class Server:
                 if httpx.get(f"{self.url}/v1/models", timeout=5.0).status_code == 200:
                     return
             except httpx.HTTPError:
-                time.sleep(1.0)
+                pass
+            time.sleep(1.0)
         tail = self.log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise ServerError(f"{self.system.name} does not answer on port {self.system.port}:\n{tail}")
 
@@ -175,6 +176,7 @@ def running(systems: Sequence[System], base: Path) -> Iterator[list[Server]]:
                 server = Server.start(system, base, Path(folder))
                 servers.append(server)
                 server.wait_until_ready()
+                time.sleep(SETTLE_S)
                 server.pause()
             yield servers
         finally:
@@ -187,6 +189,7 @@ def awake(server: Server) -> Iterator[None]:
     """Only this server runs; the others hold their memory and nothing else."""
     server.resume()
     time.sleep(SETTLE_S)
+    server.wait_until_ready()  # a watcher may restart a part that it found silent: HAProxy's does
     try:
         yield
     finally:
