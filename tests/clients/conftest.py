@@ -1,5 +1,7 @@
 """Where the server is that outside clients' suites run against."""
 
+from pathlib import Path
+
 import pytest
 import pytest_asyncio
 
@@ -9,9 +11,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One event loop for all: clients keep their connections from one test to the next."""
+    """One event loop for all tests here: clients keep their connections from one to the next.
+
+    pytest hands over the items of the whole run; elsewhere a test and its fixtures share a loop of their own.
+    """
+    here = Path(__file__).parent
     for item in items:
-        if pytest_asyncio.is_async_test(item):
+        if item.path.is_relative_to(here) and pytest_asyncio.is_async_test(item):
             item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
 
 
