@@ -41,6 +41,9 @@ def rank_tokens(
     if worth is not None:
         clean = clean * worth
     num_rows, block = clean.shape
+    if num_rows == 1:  # in order as it is
+        values = clean[0, : max_lens[0]]
+        return values, np.zeros(len(values), dtype=np.int64)
     # Position-major order, so that a stable sort breaks ties as promised.
     allowed = (np.arange(block)[:, None] < np.asarray(max_lens)[None, :]).ravel()
     values = clean.T.ravel()[allowed]

@@ -49,6 +49,7 @@ def start(folder: Path, import_path: str, **args: Any) -> "subprocess.Popen[str]
         stdout=subprocess.DEVNULL,
         text=True,
         cwd=folder,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup's children ignore it
         env={**environment, **_ENVIRONMENT, "PYTHONPATH": python_path, "COLUMNS": "300"},
     )
 
