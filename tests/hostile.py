@@ -27,13 +27,20 @@ from typing import Any, Protocol
 import h11
 import httpx
 
+from dspark_ray.core.clock import SystemClock
+from dspark_ray.core.types import AdapterRef, SwapOrder, SwapState
+from dspark_ray.engine.build import build_candidate
+from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.hot_swap import HotSwap
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.profiling.machine import machine_facts
 from dspark_ray.serving.grammar_compiler import GrammarCompiler
+from tests import hostile_folder
+from tests.fakes import OneEngineFleet
 from tests.local_app import CompileGrammar, LocalApp
 from tests.tiny import TOKENIZER_VOCAB_SIZE, tiny_chat_model_dir
-from tests.tiny_engine import tiny_engine
+from tests.tiny_engine import tiny_drafter_dir, tiny_engine
 
 LIMIT_S = 60.0  # for one answer, on a machine that does other things as well
 MAX_ERROR_BYTES = 2048  # what a client sent is not sent back at length
@@ -72,6 +79,13 @@ GRAMMARS = (
     "root ::= " + "(" * 3000 + '"a"' + ")" * 3000,
     "\n".join(f'r{i} ::= r{i + 1} r{i + 1}' for i in range(40)) + '\nr40 ::= "a"\nroot ::= r0',
     'root ::= (("a"?){50}){50}', 'root ::= [^"]* [^"]* [^"]* [^"]*', "root ::= [z-a]", "root" * 1000,
+)  # fmt: skip
+
+
+PATHS = (
+    "", ".", "..", "../adapter", "/etc", "/", "adapter/../..", "link-outside/etc", "\x00", "a\x00b", "\ud7ff",
+    "x" * 300, "x/" * 1500, "~", "file:///etc/passwd", "https://example.com/adapter",
+    "adapter/adapter_config.json",
 )  # fmt: skip
 
 
@@ -121,7 +135,7 @@ def hostile_requests(count: int, seed: int = 0, *, huge: bool = False) -> Iterat
     """The same for the same seed; `huge`: bodies of 100 MB are among them."""
     rng = random.Random(seed)
     makers = [_mutated] * 8 + [_broken] * 3 + [_constrained] * 2
-    makers += [_tools, _odd_http, _plain, _deep, _conversation, _extreme, _extreme, _half]
+    makers += [_tools, _odd_http, _plain, _deep, _conversation, _extreme, _extreme, _half, _admin, _admin]
     for index in range(count):
         if huge and index % 500 == 250:
             yield _huge(rng)
@@ -164,7 +178,7 @@ FIELDS = (
     "guided_grammar", "chat_template_kwargs", "chat_template", "tokens", "instructions", "text",
     "max_output_tokens", "best_of", "suffix", "user", "metadata", "priority", "add_special_tokens",
     "prompt_logprobs", "add_generation_prompt", "return_token_strs", "store", "previous_response_id",
-    "speculation", "__class__", "",
+    "speculation", "deterministic", "__class__", "",
 )  # fmt: skip
 
 
@@ -369,6 +383,35 @@ def _extreme(rng: random.Random) -> Hostile:
     return Hostile("extreme", path, _encoded(body))
 
 
+def _admin(rng: random.Random) -> Hostile:
+    """Adapters and drafters: good ones and damaged ones, outside their folder, and in any order."""
+    paths = (*hostile_folder.NAMES, *PATHS)
+    names = ("sql", "m", *TEXTS[:4])
+    kind = rng.choice(("load", "load", "unload", "use", "swap", "swap", "end", "state"))
+    if kind == "state":
+        return Hostile("admin", rng.choice(("/v1/drafter", "/v1/models")), b"", "GET")
+    if kind == "end":
+        return Hostile("admin", f"/v1/drafter/{rng.choice(('promote', 'roll_back'))}", b"")
+    if kind == "use":
+        return Hostile("admin", CHAT, _encoded(_valid(rng, CHAT) | {"model": rng.choice(names)}))
+    bodies = {
+        "load": {"lora_name": rng.choice(names), "lora_path": rng.choice(paths)},
+        "unload": {"lora_name": rng.choice(names)},
+        "swap": {
+            "path": rng.choice(paths),
+            "share": rng.choice((0.1, 0.9)),
+            "kind": rng.choice((None, None, "dspark", "eagle3", "ngram", "none", "x")),
+        },
+    }
+    body: dict[str, Any] = bodies[kind]
+    if kind == "swap" and rng.random() < 0.3:
+        body["temperatures"] = rng.choice(paths)
+    if rng.random() < 0.3:
+        body[rng.choice((*body, "x"))] = _value(rng)
+    path = {"load": "/v1/load_lora_adapter", "unload": "/v1/unload_lora_adapter", "swap": "/v1/drafter/swap"}
+    return Hostile("admin", path[kind], _encoded(body))
+
+
 def _deep(rng: random.Random) -> Hostile:
     """Long and deep, but valid JSON."""
     path = rng.choice(ROUTES)
@@ -396,19 +439,57 @@ class Target(Protocol):
         ...
 
 
+class LocalFleet(OneEngineFleet):
+    """Adapters and drafters are really loaded."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        assert engine.hot_swap is not None
+        self._swap = engine.hot_swap
+
+    async def load_drafter(self, order: SwapOrder) -> None:
+        self._swap.start(self._swap.build(order))
+
+    async def end_trial(self, promote: bool) -> None:
+        (self._swap.promote if promote else self._swap.roll_back)("by hand")
+
+    async def swap_states(self) -> dict[str, SwapState]:
+        return {"replica": self._swap.state}
+
+    async def load_adapter(self, adapter: AdapterRef) -> int:
+        self.engine.adapters.load(adapter)
+        return 1
+
+    async def unload_adapter(self, adapter: AdapterRef) -> None:
+        self.engine.adapters.forget(adapter.digest)
+
+
 class LocalTarget(LocalApp):
     """The application in this process, around a real engine with a tiny model."""
 
     def __init__(self, model_dir: Path, compile_grammar: CompileGrammar) -> None:
         tokenizer = Tokenizer.load(model_dir)
+        loadable = hostile_folder.write_loadable(model_dir / "loadable", TOKENIZER_VOCAB_SIZE)
+        drafter = tiny_drafter_dir(model_dir / "drafter", TOKENIZER_VOCAB_SIZE, draft_vocab=None, seed=1)
         engine = tiny_engine(
-            None,
+            drafter,
             vocab_size=TOKENIZER_VOCAB_SIZE,
             eos_token_ids=tokenizer.eos_token_ids,
             adjusters=[Grammars.of_model(model_dir)],
             model={"id": "m", "max_model_len": 256, "dtype": "float32"},
+            speculation={
+                "drafter": {"kind": "dspark", "path": str(drafter)},
+                "hot_swap": {"load_from": str(loadable)},
+            },
+            lora={"load_from": str(loadable), "max_loaded": 2},
         )
-        super().__init__(tokenizer, engine, engine.config, compile_grammar)
+        engine.hot_swap = HotSwap(
+            engine,
+            lambda order: build_candidate(engine.config, engine.target, order),
+            TOKENIZER_VOCAB_SIZE,
+            SystemClock(),
+        )
+        super().__init__(tokenizer, engine, engine.config, compile_grammar, fleet=LocalFleet(engine))
 
     async def send(self, request: Hostile) -> tuple[int, bytes]:
         return await _send(self.client, request)

@@ -44,10 +44,11 @@ class LocalApp:
         config: AppConfig,
         compile_grammar: CompileGrammar = no_grammars,
         directory: FakeDirectory | None = None,
+        fleet: OneEngineFleet | None = None,
         **retry: Any,
     ) -> None:
         self.local = LocalServer(engine)
-        self.fleet = OneEngineFleet(engine)
+        self.fleet = fleet or OneEngineFleet(engine)
         service = CompletionService(
             self.local,
             self.local,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_ray.core.errors import ArtefactError
+from dspark_ray.core.json_file import read_json_object
 
 
 def save_json(path: Path, data: dict[str, Any]) -> None:
@@ -17,13 +18,7 @@ def save_json(path: Path, data: dict[str, Any]) -> None:
 
 def load_json(path: Path, kind: str, file_format: str) -> dict[str, Any]:
     """The object on disk without its `format` key; raises `ArtefactError` naming the file."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArtefactError(f"cannot read the {kind} {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ArtefactError(f"the {kind} {path} is damaged: {error}") from error
-    return check_format(data, f"{kind} {path}", file_format)
+    return check_format(read_json_object(path, ArtefactError, kind), f"{kind} {path}", file_format)
 
 
 def check_format(data: Any, what: str, file_format: str) -> dict[str, Any]:

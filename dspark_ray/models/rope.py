@@ -36,17 +36,16 @@ def rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
 def build_rope(
     parameters: dict[str, Any], head_dim: int, max_position_embeddings: int, max_positions: int
 ) -> RopeTable:
-    """The table for `rope_parameters(...)`. The scaling formulas are transformers' own.
+    """The table for `rope_parameters(...)`, for contexts of at most `max_positions` tokens. The scaling
+    formulas are transformers' own.
+
+    `dynamic` is computed for a context of `max_positions` throughout, where transformers follows the length
+    of each prompt: angles that changed with every token would not fit the keys that are cached.
 
     Raises `ConfigError` for a scaling type that cannot be tabulated.
     """
     rope_type = parameters["rope_type"]
-    if rope_type == "dynamic" and max_positions > max_position_embeddings:
-        raise ConfigError(
-            f"rope_type 'dynamic' is supported up to the model's {max_position_embeddings} positions; "
-            f"set model.max_model_len to that or less"
-        )
-    if rope_type in ("default", "dynamic"):  # within the trained length, dynamic scaling is none
+    if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         return RopeTable(1.0 / parameters["rope_theta"] ** exponents, 1.0, max_positions)
     if rope_type not in ROPE_INIT_FUNCTIONS or rope_type == "longrope":
@@ -62,5 +61,6 @@ def build_rope(
         max_position_embeddings=max_position_embeddings,
         standardize_rope_params=lambda: None,
     )
-    inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
+    init = ROPE_INIT_FUNCTIONS[rope_type]
+    inv_freq, attention_scaling = init(config, torch.device("cpu"), seq_len=max_positions)
     return RopeTable(inv_freq, attention_scaling, max_positions)

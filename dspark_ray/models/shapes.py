@@ -95,7 +95,7 @@ def _decoder(c: dict[str, Any], dtype_bytes: int) -> Shape:
         num_heads=heads,
         num_kv_heads=kv_heads,
         vocab_size=c["vocab_size"],
-        max_positions=c.get("max_position_embeddings"),
+        max_positions=_longest_context(c),
         num_experts=c.get("num_experts") or 0,
         head_groups=1,
         weight_bytes=c.get("_weight_bytes") or parameters * dtype_bytes,
@@ -139,9 +139,20 @@ def _deepseek_v4(c: dict[str, Any]) -> Shape:
         num_heads=heads,
         num_kv_heads=1,
         vocab_size=c["vocab_size"],
-        max_positions=c.get("max_position_embeddings"),
+        max_positions=_longest_context(c),
         num_experts=experts,
         head_groups=groups,
         weight_bytes=(layers + drafting_layers) * layer_bytes + embedding_bytes,
         kv_bytes=kv_bytes,
     )
+
+
+def _longest_context(c: dict[str, Any]) -> int | None:
+    """Tokens, with what RoPE scaling adds to the trained length; None where config.json says nothing."""
+    trained = c.get("max_position_embeddings")
+    scaling = {**(c.get("rope_scaling") or {}), **(c.get("rope_parameters") or {})}
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if trained is None or kind not in ("linear", "dynamic", "yarn"):
+        return trained  # llama3: the writer of config.json has stretched it already
+    unscaled = scaling.get("original_max_position_embeddings") or trained
+    return max(trained, int(unscaled * scaling.get("factor", 1.0)))

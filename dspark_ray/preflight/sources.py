@@ -4,7 +4,6 @@ In order: a local directory; the shapes that ship in `configs/models/` (each say
 hub's own cache. `None` where none of them has it: what cannot be known is not judged.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from dspark_ray.core.config import DEFAULT_SOURCE, DrafterConfig
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.json_file import read_json_object
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "models"
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -44,7 +44,9 @@ def weight_bytes(source: str) -> int | None:
 
 def _of_directory(folder: Path) -> dict[str, Any] | None:
     path = folder / "config.json"
-    return _read(path) if path.is_file() else None  # who loads it says what is missing
+    return (
+        read_json_object(path, ConfigError) if path.is_file() else None
+    )  # who loads it says what is missing
 
 
 def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
@@ -56,19 +58,9 @@ def _of_hub_id(hub_id: str) -> dict[str, Any] | None:
         cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
     except ValueError:  # no hub id
         return None
-    return _read(Path(cached)) if isinstance(cached, str) else None
+    return read_json_object(Path(cached), ConfigError) if isinstance(cached, str) else None
 
 
 def _shipped(hub_id: str) -> dict[str, Any] | None:
     path = SHIPPED / f"{hub_id}.json"
-    return _read(path) if path.is_file() else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
+    return read_json_object(path, ConfigError) if path.is_file() else None

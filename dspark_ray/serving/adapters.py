@@ -94,7 +94,9 @@ class AdapterBook:
 
     async def look_up(self, name: object) -> None:
         """Before a request for the model `name` is answered: whether it is an adapter may have changed."""
-        if not self.loads_at_run_time or name == self._model_id or name in self._configured:
+        if not self.loads_at_run_time or not isinstance(name, str):
+            return
+        if name == self._model_id or name in self._configured:
             return
         if name not in self._known or self._clock.now_ms() - self._read_ms >= FRESH_MS:
             await self.refresh()

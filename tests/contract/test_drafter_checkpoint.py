@@ -264,5 +264,5 @@ def test_unreadable_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         load_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not JSON"):
+    with pytest.raises(CheckpointError, match="is damaged"):
         load_checkpoint(tmp_path)

@@ -10,7 +10,7 @@ from dspark_kernels.attention import PagedBatch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from dspark_ray.core.errors import CheckpointError, ConfigError
+from dspark_ray.core.errors import CheckpointError
 from dspark_ray.models.targets import TARGETS, Decoder, load_target
 from tests.reference import dense_logits
 from tests.tiny import tiny_model_dir
@@ -55,12 +55,12 @@ def forward_in_chunks(target: Decoder, tokens: torch.Tensor, chunks: list[int]) 
     return torch.cat(logits), torch.cat(taps)
 
 
-def check_against_transformers(model_dir: Path, vocab_size: int = 128) -> None:
+def check_against_transformers(model_dir: Path, vocab_size: int = 128, max_positions: int = 64) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     tokens = torch.randint(0, vocab_size, (37,), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = reference(tokens.unsqueeze(0), output_hidden_states=True)
-    target = load_target(model_dir, torch.float32, 64)
+    target = load_target(model_dir, torch.float32, max_positions)
     logits, taps = forward_in_chunks(target, tokens, [20, 1, 7, 9])
     torch.testing.assert_close(logits, expected.logits[0], atol=2e-4, rtol=1e-4)
     hidden = torch.cat([expected.hidden_states[1][0], expected.hidden_states[2][0]], dim=1)
@@ -140,11 +140,18 @@ def test_sliding_windows(tmp_path: Path, name: str) -> None:
     check_against_transformers(model_dir)
 
 
-def test_positions_beyond_what_can_be_exact_are_refused(tmp_path: Path) -> None:
+def test_dynamic_scaling_beyond_the_trained_length(tmp_path: Path) -> None:
+    """For a prompt of exactly the served length, transformers computes the same angles."""
     parameters = {"rope_theta": 10000.0, **ROPE_SCALINGS["dynamic"]}
-    dynamic = tiny_model_dir(tmp_path / "dynamic", "llama", rope_parameters=parameters)
-    with pytest.raises(ConfigError, match="dynamic"):
-        load_target(dynamic, torch.float32, 1024)
+    model_dir = tiny_model_dir(tmp_path, "llama", rope_parameters=parameters, max_position_embeddings=20)
+    check_against_transformers(model_dir, max_positions=37)
+    unscaled = {"rope_theta": 10000.0, "rope_type": "default"}
+    other = tiny_model_dir(tmp_path / "b", "llama", rope_parameters=unscaled, max_position_embeddings=20)
+    tokens = list(range(3, 40))
+    scaled, plain = (
+        dense_logits(load_target(path, torch.float32, 37), tokens) for path in (model_dir, other)
+    )
+    assert np.abs(scaled - plain).max() > 1e-3
 
 
 def test_int8_weights_change_the_logits_a_little(tmp_path: Path) -> None:

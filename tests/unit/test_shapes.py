@@ -89,3 +89,26 @@ def test_the_native_engine_needs_what_it_is_given() -> None:
     assert plan.kv == 1024 * 16 * 2 * 36 * 8 * 128 * 2
     assert plan.usable == 32 * GIB
     assert set(plan.lines()) >= {"weights", "drafter", "workspace", "KV", "usable", "free for KV"}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "tokens"),
+    [
+        ({}, 40960),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 81920),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 4.0}}, 163840),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                }
+            },
+            131072,
+        ),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 40960),
+    ],
+)
+def test_scaling_stretches_the_context(scaling: dict[str, Any], tokens: int) -> None:
+    assert read_shape(raw("Qwen/Qwen3-8B") | scaling, 2).max_positions == tokens

@@ -9,9 +9,7 @@ the target's (EAGLE-3 has its own LM head); stored copies are checked for shape 
 `config_json.py` knows the keys.
 """
 
-import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from dspark_ray.core.artefact import save_json
 from dspark_ray.core.errors import CheckpointError
+from dspark_ray.core.json_file import read_json_object
 from dspark_ray.models.drafters.autoregressive import AutoregressiveConfig
 from dspark_ray.models.drafters.config_json import Layout, StoredTensors, config_to_json, parse_config
 from dspark_ray.models.drafters.families import DrafterConfig, new_network
@@ -39,7 +38,7 @@ def load_checkpoint(
     `num_target_layers` stands in where config.json does not say it. Raises `CheckpointError` naming the
     key or tensor that is missing, left over or misshapen.
     """
-    raw = _read_config(path)
+    raw = read_json_object(path / "config.json", CheckpointError)
     stored = {_network_name(name): tensor for name, tensor in load_safetensors(path).items()}
     if num_target_layers is not None:
         raw.setdefault("num_target_layers", num_target_layers)
@@ -81,19 +80,6 @@ def _network_name(stored: str) -> str:
         if stored.startswith(prefix):
             stored = replacement + stored.removeprefix(prefix)
     return stored
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} does not hold a JSON object")
-    return raw
 
 
 def _take_tensors(config: DrafterConfig, source: WeightSource) -> dict[str, Tensor]:

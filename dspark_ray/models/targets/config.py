@@ -1,12 +1,12 @@
 """What one decoder of the Llama / Mistral / Qwen2 / Qwen3 family needs to know from its config.json."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.core.json_file import read_json_object
 from dspark_ray.core.registry import Registry
 from dspark_ray.models.rope import rope_parameters
 
@@ -40,11 +40,7 @@ TARGETS: Registry[Callable[[dict[str, Any]], DecoderConfig]] = Registry("target 
 
 def read_decoder_config(model_dir: Path) -> DecoderConfig:
     """The config of a model directory; `ConfigError` when absent or of an unknown architecture."""
-    path = model_dir / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    raw = read_json_object(model_dir / "config.json", ConfigError)
     return TARGETS.get(str(raw.get("model_type")))(raw)
 
 

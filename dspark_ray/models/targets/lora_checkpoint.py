@@ -7,13 +7,13 @@ Loading fails closed: a setting that changes what the adapter computes and is no
 by its name, never ignored.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark_ray.core.digest import digest_json, sha256_file
 from dspark_ray.core.errors import CheckpointError
+from dspark_ray.core.json_file import read_json_object
 from dspark_ray.core.types import AdapterRef
 
 CONFIG_FILE = "adapter_config.json"
@@ -52,12 +52,7 @@ class AdapterSettings:
 def read_settings(path: Path, max_rank: int) -> AdapterSettings:
     """Raises `CheckpointError` for an adapter that cannot be served, with the reason."""
     file = path / CONFIG_FILE
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot read {file}: {error}") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{file} does not hold a JSON object")
+    raw = read_json_object(file, CheckpointError)
     if raw.get("peft_type") != "LORA":
         raise CheckpointError(f"{file}: peft_type is {raw.get('peft_type')!r}; only LORA adapters are served")
     for name, value in raw.items():

@@ -95,6 +95,13 @@ async def test_adapters_are_models_with_a_parent(app: LocalApp) -> None:
     assert (await app.client.get("/v1/models/sql")).json()["error"]["code"] == "model_not_found"
 
 
+@pytest.mark.parametrize("name", [["sql"], {"a": 1}, 5, None, True])
+async def test_a_model_that_is_no_name_is_refused(app: LocalApp, name: object) -> None:
+    for route, field in (("/v1/completions", {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        status, body = await post(app, route, model=name, **field)
+        assert status in ((400, 404) if name is not None else (200, 400)), body
+
+
 async def test_loaded_used_and_unloaded(app: LocalApp) -> None:
     status, body = await post(app, "/v1/completions", model="sql", **BODY)
     assert (status, body["error"]["code"]) == (404, "model_not_found")
