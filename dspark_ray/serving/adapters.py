@@ -18,7 +18,7 @@ from dspark_ray.core.errors import CheckpointError, RequestError
 from dspark_ray.core.types import AdapterRef
 from dspark_ray.models.targets.lora_checkpoint import adapter_ref, read_settings
 from dspark_ray.serving.body import Body
-from dspark_ray.serving.folders import below
+from dspark_ray.serving.folders import MAX_PATH, below
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class LoadAdapter(Body):
     """`POST /v1/load_lora_adapter`, as vLLM has it."""
 
     lora_name: str = Field(min_length=1, max_length=128)
-    lora_path: str = Field(min_length=1, max_length=4096)
+    lora_path: str = Field(min_length=1, max_length=MAX_PATH)
 
 
 class UnloadAdapter(Body):

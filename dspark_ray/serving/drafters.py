@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from dspark_ray.core.config import HotSwapConfig
 from dspark_ray.core.types import SwapOrder, SwapState
 from dspark_ray.serving.body import Body
-from dspark_ray.serving.folders import below
+from dspark_ray.serving.folders import MAX_PATH, below
 
 
 class SwappingEngines(Protocol):
@@ -29,8 +29,10 @@ class SwappingEngines(Protocol):
 class SwapDrafter(Body):
     """`POST /v1/drafter/swap`."""
 
-    path: str | None = Field(None, max_length=4096, description="None: the present drafter, new temperatures")
-    temperatures: str | None = Field(None, max_length=4096)
+    path: str | None = Field(
+        None, max_length=MAX_PATH, description="None: the present drafter, new temperatures"
+    )
+    temperatures: str | None = Field(None, max_length=MAX_PATH)
     kind: str | None = Field(None, max_length=64, description="None: the present drafter's")
     share: float = Field(0.1, gt=0.0, lt=1.0, description="of the requests, during the trial")
     automatic: bool = Field(True, description="promoted or rolled back by its figures; false: by hand")
