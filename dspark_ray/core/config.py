@@ -291,12 +291,20 @@ class HardwareConfig(Section):
     devices_per_node: int | None = Field(None, ge=1)
 
 
+class GoodputConfig(Section):
+    """What a client counts as served in time; of the engine's own time, without HTTP."""
+
+    ttft_ms: float = Field(2000.0, gt=0, description="to the first token, the queue included")
+    tpot_ms: float = Field(100.0, gt=0, description="for each token after it, on average of the request")
+
+
 class ObservabilityConfig(Section):
-    """What is written down besides metrics and log lines."""
+    """What is counted and written down."""
 
     record_path: str | None = Field(
         None, description="folder for a line a step, one file an engine; what `simulate` reads"
     )
+    goodput: GoodputConfig = GoodputConfig()
 
 
 class AppConfig(Section):

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_ray.core.request_times import RequestTimes
+
 FloatArray = NDArray[np.float32]
 IntArray = NDArray[np.int64]
 
@@ -236,6 +238,7 @@ class SpeculationCounters:
     decode_tokens: int = 0  # emitted by decoding steps: the numerator of τ
     request_steps: int = 0  # request × target step pairs: the denominator of τ, steps with ℓ = 0 included
     target_steps: int = 0  # target forward passes
+    expected_tokens: float = 0.0  # what `accepted_tokens` would be if every score were true
     verified_per_position: list[int] = field(default_factory=list)  # [γ]
     accepted_per_position: list[int] = field(default_factory=list)  # [γ]
 
@@ -290,6 +293,7 @@ class EngineStats:
     rates: tuple[tuple[int, float], ...] = ()  # throughput by requests: scheduling/load.py
     prefill_ms_per_token: float = 0.0
     context_bands: tuple[ContextBand, ...] = ()  # mode adaptive
+    times: RequestTimes = field(default_factory=RequestTimes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,10 +279,11 @@ class Engine:
                     self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
                 if self.recorder is not None:
                     self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
+                verified = outcome.num_verified
+                expected = float(sequence.draft.survival[:verified].sum()) if sequence.draft else 0.0
+                self.counters.expected_tokens += expected
                 if self.context_watch is not None:
-                    draft, verified = sequence.draft, outcome.num_verified
-                    claimed = 0.0 if draft is None else float(draft.survival[:verified].sum())
-                    self.context_watch.note(first + 1, verified, outcome.num_accepted, claimed)
+                    self.context_watch.note(first + 1, verified, outcome.num_accepted, expected)
                 self._count_decode(sequence, outcome, len(emitted))
             next_tokens += _tokens_after(sequence.token_ids, first, committed)
             self._register_prefix(sequence)

@@ -106,9 +106,11 @@ class _FleetCollector(Collector):
         return values
 
 
-def _natural(labels: LabelValues) -> tuple[tuple[int, str], ...]:
-    """Position 10 after position 9."""
-    return tuple((int(value) if value.isdigit() else -1, value) for value in labels)
+def _natural(labels: LabelValues) -> tuple[tuple[float, str], ...]:
+    """Position 10 after position 9, and +Inf last."""
+    return tuple(
+        (float(value) if value.lstrip("+") == "Inf" or value.isdigit() else -1.0, value) for value in labels
+    )
 
 
 def _add(total: dict[SampleKey, float], values: Mapping[SampleKey, float]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from dspark_ray.core.request_times import RequestTimes, TimeCounts
 from dspark_ray.core.types import EngineStats
 
 LabelValues = tuple[str, ...]
@@ -77,6 +78,20 @@ def _per_position(name: str, text: str, read: Callable[[EngineStats], Sequence[i
     return Metric(name, Kind.COUNTER, text, by_position, labels=("position",))
 
 
+def _time_counts(name: str, text: str, read: Callable[[RequestTimes], TimeCounts]) -> tuple[Metric, Metric]:
+    """Counters that histogram_quantile takes: engines count by themselves, so they are no histogram here."""
+    return (
+        Metric(
+            f"{name}_within_total",
+            Kind.COUNTER,
+            f"{text} within `le` milliseconds.",
+            lambda stats: {(bound,): float(count) for bound, count in read(stats.times).cumulative},
+            labels=("le",),
+        ),
+        _counter(f"{name}_ms_total", f"{text}: the sum of the times.", lambda s: read(s.times).sum_ms),
+    )
+
+
 def _histogram(
     name: str, text: str, read: Callable[[EngineStats], float], buckets: tuple[float, ...]
 ) -> Metric:
@@ -139,6 +154,11 @@ METRICS: tuple[Metric, ...] = (
         "Draft tokens accepted, by place in the block (1 is the first).",
         lambda s: s.counters.accepted_per_position,
     ),
+    _counter(
+        "dspark_expected_accepted_tokens_total",
+        "What accepted tokens would be if every calibrated confidence were true.",
+        lambda s: s.counters.expected_tokens,
+    ),
     # The same under vLLM's names, for dashboards that exist.
     _counter(
         "vllm:spec_decode_num_drafts_total", "Alias of dspark_drafts_total.", lambda s: s.counters.drafts
@@ -161,6 +181,17 @@ METRICS: tuple[Metric, ...] = (
     _counter("dspark_requests_preempted_total", "Preemptions for KV blocks.", lambda s: s.num_preemptions),
     _gauge("dspark_requests_running", "Requests being decoded or prefilled.", lambda s: s.num_running),
     _gauge("dspark_requests_waiting", "Requests in the queue.", lambda s: s.num_waiting),
+    *_time_counts(
+        "dspark_first_token", "Requests whose first token left the engine", lambda t: t.first_token
+    ),
+    *_time_counts(
+        "dspark_token_time", "Requests whose later tokens took, on average,", lambda t: t.per_token
+    ),
+    _counter(
+        "dspark_good_tokens_total",
+        "Output tokens of requests that kept to observability.goodput.",
+        lambda s: s.times.good_tokens,
+    ),
     # Memory.
     _counter(
         "dspark_prefix_cache_query_tokens_total", "Prompt tokens looked up.", lambda s: s.prefix_query_tokens

@@ -133,7 +133,14 @@ class EngineActor:
         )
         outboxes = Outboxes(context, self._clock)
         self._loop = EngineLoop(
-            loaded.engine, self._generation, inbox, outboxes, self._clock, self._plans, loaded.prepare
+            loaded.engine,
+            self._generation,
+            inbox,
+            outboxes,
+            self._clock,
+            self._plans,
+            loaded.prepare,
+            self._config.observability.goodput,
         )
         load_s = (self._clock.now_ms() - started_ms) / 1e3
         return EngineInfo(

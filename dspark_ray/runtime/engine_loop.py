@@ -9,10 +9,11 @@ import queue
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dspark_ray.core.clock import Clock
+from dspark_ray.core.config import GoodputConfig
 from dspark_ray.core.errors import DsparkError, QueueFullError, RequestError
 from dspark_ray.core.types import (
     EngineStats,
@@ -35,6 +36,7 @@ from dspark_ray.runtime.messages import (
     Tokens,
 )
 from dspark_ray.runtime.preparation import Preparation, PrepareRequest
+from dspark_ray.runtime.request_tally import RequestTally, Stopwatch
 from dspark_ray.runtime.transport import Inbox, Outboxes, receive_all
 
 logger = logging.getLogger(__name__)
@@ -88,6 +90,7 @@ class _Owner:
 
     request: Request
     server_address: str
+    watch: Stopwatch | None
     num_sent: int = 0
 
 
@@ -103,6 +106,7 @@ class EngineLoop:
         clock: Clock,
         reporter: Reporter | None = None,
         prepare: PrepareRequest | None = None,
+        goodput: GoodputConfig | None = None,
     ) -> None:
         self._engine = engine
         self._generation = generation
@@ -112,6 +116,7 @@ class EngineLoop:
         self._reporter = reporter
         self._preparation = Preparation(prepare or (lambda request: None))
         self._owners: dict[str, _Owner] = {}
+        self._tally = RequestTally(goodput or GoodputConfig())
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
         self._stopped = False
         self._snapshot_at_ms = 0.0
@@ -190,7 +195,8 @@ class EngineLoop:
         if request_id in self._owners:
             self._reject(message, RequestError(f"request id {request_id!r} is in use"))
             return
-        self._owners[request_id] = _Owner(message.request, message.server_address)
+        watch = self._tally.start(message.request, self._clock.now_ms())
+        self._owners[request_id] = _Owner(message.request, message.server_address, watch)
         if not self._preparation.take(message):
             self._admit(message)
 
@@ -234,10 +240,12 @@ class EngineLoop:
         """One `Tokens` message per ingress and one `Ends` per server; none to the address `without`."""
         emissions: dict[str, list[Emission]] = defaultdict(list)
         ends: dict[str, list[RequestOutput]] = defaultdict(list)
+        now_ms = self._clock.now_ms()
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is None:
                 continue  # aborted in the meantime
+            self._tally.note(owner.watch, output, now_ms)
             if owner.request.reply_address not in ("", without):
                 emissions[owner.request.reply_address].append(Emission(owner.num_sent, output))
             owner.num_sent += len(output.token_ids)
@@ -268,7 +276,7 @@ class EngineLoop:
     def _take_snapshot(self) -> None:
         now_ms = self._clock.now_ms()
         if now_ms - self._snapshot_at_ms >= SNAPSHOT_MS or not self._engine.has_work():
-            self.snapshot = self._engine.stats()
+            self.snapshot = replace(self._engine.stats(), times=self._tally.times())
             self._snapshot_at_ms = now_ms
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from dspark_ray.core.request_times import RequestTimes, TimeCounts
 from dspark_ray.core.types import EngineStats, SpeculationCounters
 
 
@@ -19,6 +20,7 @@ def counters(scale: int = 1, block_size: int = 3) -> SpeculationCounters:
         decode_tokens=25 * scale,
         request_steps=12 * scale,
         target_steps=11 * scale,
+        expected_tokens=14.5 * scale,
         verified_per_position=[10 * scale, 8 * scale, 4 * scale] + [0] * (block_size - 3),
         accepted_per_position=[8 * scale, 5 * scale, 2 * scale] + [0] * (block_size - 3),
     )
@@ -41,6 +43,11 @@ def snapshot(engine_id: str = "engine-0", scale: int = 1, block_size: int = 3, *
         "step_predicted_ms": 20.0,
         "step_measured_ms": 25.0,
         "plan_age_ms": 120.0,
+        "times": RequestTimes(
+            TimeCounts((100, 1000), (2 * scale, 3 * scale, scale), 2500.0 * scale),
+            TimeCounts((10, 20), (4 * scale, scale, 0), 40.0 * scale),
+            good_tokens=21 * scale,
+        ),
         "ready": True,
     }
     return EngineStats(**{**fields, **changes})

@@ -1,5 +1,6 @@
 """Dashboards and alerts ask for metrics that exist, where they ask for them."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ray import serve
 
 from dspark_ray.observability.metrics import METRICS, Fleet, Kind, Metric
 
@@ -32,6 +34,13 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in document["groups"] for rule in group["rules"]]
 
 
+@functools.cache
+def serve_metrics() -> set[str]:
+    """Names in the source of the Ray Serve that is installed."""
+    sources = (Path(serve.__file__).parent / "_private").rglob("*.py")
+    return {name for path in sources for name in re.findall(r'"(serve_[a-z_]+)"', path.read_text())}
+
+
 def metric_of(name: str) -> Metric | None:
     """The table's row that a name in a query belongs to; None if there is none."""
     table_name = name.removeprefix("ray_")
@@ -46,7 +55,10 @@ def metric_of(name: str) -> Metric | None:
 @pytest.mark.parametrize("query", [*dashboard_queries(), *(rule["expr"] for rule in rules())])
 def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
     names = re.findall(r"\b(?:ray_)?dspark_[a-z_]+", query)
-    assert names
+    of_serve = re.findall(r"\bray_(serve_[a-z_]+)", query)
+    assert names or of_serve
+    for name in of_serve:  # Ray exports histograms and counters with a suffix
+        assert re.sub(r"_(bucket|total)$", "", name) in serve_metrics(), name
     for name in names:
         metric = metric_of(name)
         assert metric is not None, name
@@ -57,6 +69,11 @@ def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
 @pytest.mark.parametrize("name", ["dspark_nothing", "ray_dspark_drafts", "dspark_draft_budget_tokens_bucket"])
 def test_a_metric_that_does_not_exist_is_seen(name: str) -> None:
     assert metric_of(name) is None
+
+
+def test_a_metric_that_serve_does_not_have_is_seen() -> None:
+    assert "serve_deployment_queued_queries" in serve_metrics()
+    assert "serve_nothing" not in serve_metrics()
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)

@@ -12,8 +12,8 @@ from tests.unit.observability.snapshots import snapshot
 def parse(page: str) -> dict[str, float]:
     """Sample name, with its position if it has one → value."""
     samples = [s for family in text_string_to_metric_families(page) for s in family.samples]
-    assert all(set(s.labels) <= {"position"} for s in samples), "no replica label"
-    return {s.name + s.labels.get("position", ""): s.value for s in samples}
+    assert all(set(s.labels) <= {"position", "le"} for s in samples), "no replica label"
+    return {s.name + "".join(s.labels.values()): s.value for s in samples}
 
 
 def scrape(counters: FleetCounters, stats: list[EngineStats]) -> dict[str, float]:
@@ -35,6 +35,9 @@ def test_counters_are_summed_and_gauges_summed_or_highest():
     assert page["dspark_drafts_total"] == 50
     assert page["vllm:spec_decode_num_drafts_total"] == 50
     assert page["dspark_accepted_per_position_total2"] == 25
+    assert page["dspark_first_token_within_total1000"] == 25
+    assert page["dspark_first_token_within_total+Inf"] == 30
+    assert page["dspark_good_tokens_total"] == 105
     assert page["dspark_requests_running"] == 4
     assert page["dspark_kv_used_blocks"] == 115
     assert page["dspark_kv_usage_ratio"] == 0.9

@@ -30,7 +30,7 @@ class RecordingSink:
 
     def inc(self, name: str, value: float, labels: Mapping[str, str]) -> None:
         assert value > 0
-        key = (name, labels.get("position", ""))
+        key = (name, "".join(labels.values()))
         self.counters[key] = self.counters.get(key, 0.0) + value
 
     def set(self, name: str, value: float, labels: Mapping[str, str]) -> None:

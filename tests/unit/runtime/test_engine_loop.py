@@ -292,3 +292,14 @@ def test_others_have_the_loop_call_something_between_steps(bench: Bench) -> None
     assert (done.result(), seen) == (None, ["called"])
     with pytest.raises(RequestError, match="not now"):
         refused.result()
+
+
+def test_the_snapshot_tells_how_long_requests_took(bench: Bench) -> None:
+    bench.submit("r", max_tokens=7)
+    for _ in range(5):
+        bench.clock.advance(40.0)
+        bench.turn()
+    times = bench.loop.snapshot.times
+    assert times.first_token.cumulative[-1] == ("+Inf", 1)
+    assert times.per_token.sum_ms > 0
+    assert times.good_tokens == 7
