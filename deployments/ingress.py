@@ -30,6 +30,7 @@ from dspark_ray.serving.logprobs import TextOfToken
 from dspark_ray.serving.parsing import served_model
 from dspark_ray.serving.service import CompletionService
 from dspark_ray.serving.text import NewDetokenizer, Tokenizer
+from dspark_ray.serving.traces import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Ingress:
         context = zmq.Context()
         self._streams = TokenStream(context, bind_inbox(context, ray.util.get_node_ip_address()))
         self._streams.start()
+        self._traces = Traces(config)
         app_name = serve.get_replica_context().app_name
         self._fleet = EngineFleet(app_name)
         directory = AdapterDirectory(app_name)
@@ -118,18 +120,28 @@ class Ingress:
             self._text.token_text,
             config.serving.request_timeout_s,
             self._text.grammars.compile,
+            watch=self._traces.watch,
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Called by Serve once after the constructor."""
         model = served_model(self._config, self._text.tokenizer, self._adapters)
-        return build_api(self._config, self._service, model, self._adapters, self._fleet, _versions())
+        return build_api(
+            self._config,
+            self._service,
+            model,
+            self._adapters,
+            self._fleet,
+            _versions(),
+            self._traces.layers,
+        )
 
     async def __del__(self) -> None:
         if hasattr(self, "_watcher"):
             self._watcher.cancel()
             await self._streams.close()
             await self._text.grammars.close()
+            await asyncio.to_thread(self._traces.close)
 
 
 def _versions() -> dict[str, str]:

@@ -1,10 +1,11 @@
 """The whole HTTP application in this process, around an engine that steps in the event loop."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
+from starlette.middleware import Middleware
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import RequestError
@@ -15,7 +16,7 @@ from dspark_ray.serving.adapters import AdapterBook
 from dspark_ray.serving.generation import RetryPolicy
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.parsing import served_model
-from dspark_ray.serving.service import CompletionService
+from dspark_ray.serving.service import CompletionService, WatchOutputs, unwatched
 from tests.fakes import FakeDirectory, LocalServer, OneEngineFleet
 
 CompileGrammar = Callable[[str], Awaitable[CompiledGrammar]]
@@ -45,6 +46,8 @@ class LocalApp:
         compile_grammar: CompileGrammar = no_grammars,
         directory: FakeDirectory | None = None,
         fleet: OneEngineFleet | None = None,
+        watch: WatchOutputs = unwatched,
+        layers: Sequence[Middleware] = (),
         **retry: Any,
     ) -> None:
         self.local = LocalServer(engine)
@@ -57,10 +60,11 @@ class LocalApp:
             config.serving.request_timeout_s,
             compile_grammar,
             RetryPolicy(backoff_s=(0.0,), **retry),
+            watch,
         )
         self.adapters = AdapterBook(config, directory or FakeDirectory(), self.fleet)
         model = served_model(config, tokenizer, self.adapters)
-        self.api = build_api(config, service, model, self.adapters, self.fleet, {"dspark_ray": "1"})
+        self.api = build_api(config, service, model, self.adapters, self.fleet, {"dspark_ray": "1"}, layers)
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None)
 

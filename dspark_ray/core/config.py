@@ -298,6 +298,15 @@ class GoodputConfig(Section):
     tpot_ms: float = Field(100.0, gt=0, description="for each token after it, on average of the request")
 
 
+class TracesConfig(Section):
+    """OpenTelemetry spans of requests."""
+
+    endpoint: str = Field(pattern=r"^https?://", description="an OTLP/HTTP collector: http://collector:4318")
+    service_name: str = Field("dspark-ray", min_length=1)
+    sample_ratio: float = Field(1.0, ge=0.0, le=1.0, description="of requests that bring no decision")
+    steps: bool = Field(False, description="an event for each step of a request")
+
+
 class ObservabilityConfig(Section):
     """What is counted and written down."""
 
@@ -305,6 +314,7 @@ class ObservabilityConfig(Section):
         None, description="folder for a line a step, one file an engine; what `simulate` reads"
     )
     goodput: GoodputConfig = GoodputConfig()
+    traces: TracesConfig | None = Field(None, description="None: no spans")
 
 
 class AppConfig(Section):

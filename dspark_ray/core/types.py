@@ -180,6 +180,7 @@ class RequestUsage:
     drafted_tokens: int = 0
     verified_tokens: int = 0
     accepted_tokens: int = 0
+    queue_ms: float | None = None  # until its first row was computed; None where that is not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,10 +132,12 @@ class Engine:
             raise RequestError(NOT_INVARIANT, param="deterministic", code="unsupported_parameter")
         self.adapters.acquire(request.adapter)
         try:
-            self._sequences[request.request_id] = self.admission.add(request)
+            sequence = self.admission.add(request)
         except DsparkError:
             self.adapters.release(request.adapter)
             raise
+        sequence.queued_ms = self._clock.now_ms()
+        self._sequences[request.request_id] = sequence
         if self.recorder is not None:
             self.recorder.arrived(request.request_id)
 
@@ -198,7 +200,11 @@ class Engine:
         decision = self.budget.choose(
             decoding, room, self._load(decoding), self._clock.now_ms(), explore=explore
         )
-        return self.admission.fill(decoding, decision.lens.tolist())
+        work = self.admission.fill(decoding, decision.lens.tolist())
+        for item in work:
+            if item.sequence.queue_ms is None:
+                item.sequence.queue_ms = self._clock.now_ms() - item.sequence.queued_ms
+        return work
 
     def _context_cap(self, sequence: Sequence) -> int:
         watch = self.context_watch

@@ -50,6 +50,8 @@ class Sequence:
     survival_history: list[FloatArray] = field(default_factory=list)  # scores of past drafts, newest last
     zero_budget_steps: int = 0
     steps_since_draft: int = 0
+    queued_ms: float = 0.0  # on the engine's clock
+    queue_ms: float | None = None  # how long it waited for its first row
     has_started: bool = False  # stays true when it is preempted
     num_cached: int = 0
     num_drafted: int = 0
@@ -110,6 +112,7 @@ class Sequence:
             drafted_tokens=self.num_drafted,
             verified_tokens=self.num_verified,
             accepted_tokens=self.num_accepted,
+            queue_ms=self.queue_ms,
         )
 
 

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
@@ -62,11 +63,14 @@ def build_api(
     adapters: AdapterBook,
     fleet: Fleet,
     versions: dict[str, str],
+    layers: Sequence[Middleware] = (),
 ) -> FastAPI:
-    """The whole HTTP surface of one application."""
+    """The whole HTTP surface of one application. layers: around all of it, the outermost first"""
     api = FastAPI(title="dspark-ray", version=versions.get("dspark_ray", ""))
     _add_error_handlers(api)
     api.add_middleware(RequestIds)
+    for layer in reversed(layers):
+        api.add_middleware(layer.cls, *layer.args, **layer.kwargs)
     _add_generation(api, service, model, adapters)
     _add_tokenization(api, model, adapters)
     _add_models(api, model, adapters)

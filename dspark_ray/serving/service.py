@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from dspark_ray.core.errors import DsparkError
-from dspark_ray.core.types import CompiledGrammar, FinishReason, RequestOutput, RequestUsage
+from dspark_ray.core.types import CompiledGrammar, FinishReason, Request, RequestOutput, RequestUsage
 from dspark_ray.serving import responses
 from dspark_ray.serving.answer import Answer, AnswerDelta, ChoiceEvent
 from dspark_ray.serving.errors import GenerationTimeoutError, http_error
@@ -45,6 +45,16 @@ CompileGrammar = Callable[[str], Awaitable[CompiledGrammar]]
 """A structural tag, compiled; raises `RequestError` for one that cannot be."""
 
 
+WatchOutputs = Callable[[Request, AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]]
+"""Passes on the outputs of a request unchanged, and looks at them; closes them when it is closed."""
+
+
+def unwatched(
+    request: Request, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[RequestOutput, None]:
+    return outputs
+
+
 @dataclass(frozen=True, slots=True)
 class CompletionService:
     """One per ingress process; every method belongs to its event loop."""
@@ -56,6 +66,7 @@ class CompletionService:
     timeout_s: float
     compile_grammar: CompileGrammar
     retry: RetryPolicy = field(default_factory=RetryPolicy)
+    watch: WatchOutputs = unwatched
 
     async def answer(self, job: Job) -> dict[str, Any]:
         """The whole body. Raises `DsparkError`; cancelling it aborts the job's requests."""
@@ -137,7 +148,7 @@ class CompletionService:
         text = ChoiceText(self.new_detokenizer(job.text), job.text.include_stop)
         reader = job.shape.reader()
         is_first = True
-        async with aclosing(generation.outputs()) as outputs:
+        async with aclosing(self.watch(job.requests[index], generation.outputs())) as outputs:
             async for output in outputs:
                 if is_first and job.echo:
                     yield self._echo(job, index, output)

@@ -447,3 +447,17 @@ def test_a_request_says_how_much_of_it_is_drafted(checkpoint: Path) -> None:
     alone = tiny_engine(checkpoint, vocab_size=VOCAB)
     run(alone, [items[1]])
     assert alone.counters.verified_per_position[1] > alone.counters.verified_per_position[2] == 0
+
+
+def test_the_queue_is_timed() -> None:
+    engine = tiny_engine(None, speculation={"mode": "off"}, engine={"max_running": 1})
+    clock: Any = engine._clock
+    waits = {}
+    for name in ("first", "second"):
+        engine.add_request(request(name, [1, 2, 3], temperature=0.0, max_tokens=3))
+    while engine.has_work():
+        clock.advance(10.0)
+        for output in engine.step():
+            if output.usage is not None:
+                waits[output.request_id] = output.usage.queue_ms
+    assert waits == {"first": 10.0, "second": 40.0}
