@@ -51,3 +51,7 @@ class QueueFullError(DsparkError):
 
 class EngineDeadError(DsparkError):
     """The engine process is gone or its loop failed; the replica must be replaced."""
+
+
+class RankError(EngineDeadError):
+    """A rank of the engine is gone, late or out of step; the message names it where that is known."""

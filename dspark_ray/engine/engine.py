@@ -227,8 +227,10 @@ class Engine:
             batch.paged,
             taps,
             self.adapters.rows(batch.work),
+            batch.logit_rows,
         )
-        return Forwarded(output, self.target.logits(output.hidden[batch.logit_rows]))
+        assert output.logits is not None
+        return Forwarded(output, output.logits)
 
     def _accept(self, batch: VerifyBatch, forwarded: Forwarded) -> list[Verdict | None]:
         """A verdict per work item; None for a prefill chunk that emits nothing yet."""

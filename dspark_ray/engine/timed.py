@@ -97,7 +97,7 @@ class TimedTarget(Decoder):
     is_batch_invariant = True
 
     def __init__(self, table: StepTable, pace: Pace, clock: Clock) -> None:
-        self.config = _NO_MODEL
+        self.config = self._local = _NO_MODEL
         self.dtype = torch.float32
         self.group_step_ms: Callable[[], float | None] = lambda: None  # the barrier of a lock-step group
         self._table = table
@@ -114,12 +114,14 @@ class TimedTarget(Decoder):
         batch: PagedBatch,
         taps: tuple[int, ...] = (),
         adapters: AdapterRows | None = None,
+        logit_rows: Tensor | None = None,
     ) -> DecoderOutput:
         """Hidden states are the positions, [N, 1]. There are no adapters here."""
         self._meet_group()
         self._pace.spend(self._table.verify_cost_ms(len(token_ids), int(batch.kv_len.sum())))
         hidden = positions.to(torch.float32).unsqueeze(1)
-        return DecoderOutput(hidden, hidden[:, :0])
+        logits = None if logit_rows is None else self.logits(hidden[logit_rows])
+        return DecoderOutput(hidden, hidden[:, :0], logits)
 
     def logits(self, hidden: Tensor) -> Tensor:
         logits = torch.zeros(len(hidden), _FIRST_TOKEN + _NUM_TOKENS)

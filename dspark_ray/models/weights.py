@@ -6,11 +6,13 @@ source.finish(ignorable=["lm_head.weight"])  # a tied head may be stored, but is
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +25,46 @@ INDEX_FILE = "model.safetensors.index.json"
 _IGNORABLE_SUFFIXES = ("rotary_emb.inv_freq",)
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A range of a tensor along one of its dimensions."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+class StoredTensor:
+    """A tensor of a safetensors file that has not been read."""
+
+    def __init__(self, path: Path, file: Any, name: str) -> None:
+        self._path, self._file, self._name = path, file, name
+        self.shape: tuple[int, ...] = tuple(file.get_slice(name).get_shape())
+
+    def read(self, part: Part | None = None) -> Tensor:
+        """All of it, mapped from the file; of a part, its own bytes are read and no others."""
+        try:
+            if part is None:
+                return self._file.get_tensor(self._name)
+            index = (slice(None),) * part.dim + (slice(part.start, part.stop),)
+            return self._file.get_slice(self._name)[index]
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"cannot read {self._name} of {self._path}: {error}") from error
+
+
+def open_safetensors(model_dir: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint directory by name, each read when it is asked for. Files and errors as in
+    `load_safetensors`."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in safetensors_files(model_dir):
+        shard = _open_file(path)
+        if twice := sorted(tensors.keys() & shard.keys()):
+            raise CheckpointError(f"{path}: tensors stored in two shards: {_shorten(twice)}")
+        tensors |= shard
+    _check_complete(model_dir, tensors.keys())
+    return tensors
 
 
 def load_safetensors(model_dir: Path) -> dict[str, Tensor]:
@@ -38,10 +80,7 @@ def load_safetensors(model_dir: Path) -> dict[str, Tensor]:
         if twice := sorted(tensors.keys() & shard.keys()):
             raise CheckpointError(f"{path}: tensors stored in two shards: {_shorten(twice)}")
         tensors |= shard
-    index = model_dir / INDEX_FILE
-    expected = _read_weight_map(index) if index.is_file() and not (model_dir / SINGLE_FILE).is_file() else {}
-    if absent := sorted(expected.keys() - tensors.keys()):
-        raise CheckpointError(f"{index} lists tensors that no shard holds: {_shorten(absent)}")
+    _check_complete(model_dir, tensors.keys())
     return tensors
 
 
@@ -73,7 +112,9 @@ class WeightSource:
     tensor that needs no cast still shares the memory of the file.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor], *, dtype: torch.dtype | None = None
+    ) -> None:
         self._tensors = tensors
         self._dtype = dtype
         self._taken: set[str] = set()
@@ -81,25 +122,34 @@ class WeightSource:
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """The tensor `name` of exactly `shape`; `CheckpointError` when it is missing or has another shape."""
-        tensor = self.take_optional(name, shape)
+    def take(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor:
+        """The tensor `name` of exactly `shape`, or a part of it; `CheckpointError` when it is missing or has
+        another shape."""
+        tensor = self.take_optional(name, shape, part)
         if tensor is None:
             left = sorted(self._tensors.keys() - self._taken)
             raise CheckpointError(f"tensor {name!r} {list(shape)} is missing; unused: {_shorten(left)}")
         return tensor
 
-    def take_optional(self, name: str, shape: Sequence[int]) -> Tensor | None:
+    def take_optional(self, name: str, shape: Sequence[int], part: Part | None = None) -> Tensor | None:
         """As `take`, with None for a tensor the checkpoint does not hold (a bias, an untied head)."""
         assert name not in self._taken, f"tensor {name!r} is taken twice"
         if name not in self._tensors:
             return None
         self._taken.add(name)
-        tensor = self._tensors[name]
-        if tuple(tensor.shape) != tuple(shape):
+        stored = self._tensors[name]
+        if tuple(stored.shape) != tuple(shape):
             raise CheckpointError(
-                f"tensor {name!r} has shape {list(tensor.shape)}, the config asks for {list(shape)}"
+                f"tensor {name!r} has shape {list(stored.shape)}, the config asks for {list(shape)}"
             )
+        return self._cast(_read(stored, part))
+
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor of which parts were taken, or that was taken already."""
+        assert name in self._taken, f"tensor {name!r} was not taken"
+        return self._cast(_read(self._tensors[name], None))
+
+    def _cast(self, tensor: Tensor) -> Tensor:
         if self._dtype is None or not tensor.is_floating_point():
             return tensor
         return tensor.to(self._dtype)
@@ -119,12 +169,34 @@ class WeightSource:
             raise CheckpointError(f"{len(leftover)} tensors have no place in the model: {_shorten(leftover)}")
 
 
+def _read(stored: Tensor | StoredTensor, part: Part | None) -> Tensor:
+    if isinstance(stored, StoredTensor):
+        return stored.read(part)
+    return stored if part is None else stored.narrow(part.dim, part.start, part.stop - part.start).contiguous()
+
+
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one safetensors file; `CheckpointError` if it cannot be read."""
     try:
         return load_file(path, device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _open_file(path: Path) -> dict[str, StoredTensor]:
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+        return {name: StoredTensor(path, file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+def _check_complete(model_dir: Path, names: Collection[str]) -> None:
+    """Every tensor of the index is there."""
+    index = model_dir / INDEX_FILE
+    expected = _read_weight_map(index) if index.is_file() and not (model_dir / SINGLE_FILE).is_file() else {}
+    if absent := sorted(set(expected) - set(names)):
+        raise CheckpointError(f"{index} lists tensors that no shard holds: {_shorten(absent)}")
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

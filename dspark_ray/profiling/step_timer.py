@@ -77,15 +77,21 @@ class StepTimer:
         batch = pack(step.work, self._block_size)
         taps = engine.drafter.taps if engine.drafter else ()
         output = engine.target.forward(
-            batch.token_ids, batch.positions, engine.kv, batch.slots, batch.paged, taps
+            batch.token_ids,
+            batch.positions,
+            engine.kv,
+            batch.slots,
+            batch.paged,
+            taps,
+            logit_rows=batch.logit_rows,
         )
-        logits = engine.target.logits(output.hidden[batch.logit_rows])
+        assert output.logits is not None
         requests, row = [], 0
         for item in step.work:
             if item.needs_logits:
                 requests.append(VerifyRequest(row, item.draft_tokens, None, _GREEDY, item.sequence.rng))
                 row += len(item.draft_tokens) + 1
-        verify(logits, requests, None)
+        verify(output.logits, requests, None)
         return self._clock.now_ms() - started_ms
 
     @torch.inference_mode()

@@ -38,12 +38,12 @@ class Int8Linear:
 
     Each output has its own scale: q = round(w · 127 / max|w|), rounded to even at ties. What is computed is
     exactly `PackedLinear` of the bf16 weights q · scale, also where the compiled version is not to be had and
-    those weights are kept instead.
+    those weights are kept instead. `largest` [out]: max|w|, of a weight that is some columns of a larger one.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        quantized, scales = quantize_int8(weight)
+        quantized, scales = quantize_int8(weight, largest)
         self.packed = _packed_int8(quantized, scales, bias) if weight.dtype == torch.bfloat16 else None
         self._multiply = _compiled(self.packed) or PackedLinear(
             (quantized.float() * scales.unsqueeze(1)).to(weight.dtype), bias
@@ -54,10 +54,10 @@ class Int8Linear:
         return self._multiply(x)
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weight [out, in] → (int8 [out, in], scales [out] fp32), symmetric, one scale an output."""
     weight = weight.float()
-    scales = weight.abs().amax(dim=1) / 127.0
+    scales = (weight.abs().amax(dim=1) if largest is None else largest) / 127.0
     steps = weight / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
     return steps.round().to(torch.int8), scales
 

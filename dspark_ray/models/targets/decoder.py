@@ -2,12 +2,17 @@
 
 Weights that are read together are stored together (Q, K and V; gate and up), so that one row costs
 little more than one pass over the weights.
+
+With a `Collective`, a decoder is one rank's shard of the model: its heads, its part of the MLP and of the
+vocabulary (targets/shard.py). Hidden states are the same on every rank, logits are rank 0's.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from dspark_kernels.activation import silu_mul
 from dspark_kernels.attention import PagedBatch, paged_attention
 from dspark_kernels.linear import Int8Linear, PackedLinear
@@ -17,17 +22,21 @@ from dspark_kernels.stack import compiled_stack
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError
+from dspark_ray.models.collective import Collective
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
 from dspark_ray.models.targets.lora import AdapterRows
-from dspark_ray.models.weights import WeightSource, load_safetensors
+from dspark_ray.models.targets.shard import Shard, Span
+from dspark_ray.models.weights import Part, WeightSource, open_safetensors
 
 __all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
 
 Linear = type[PackedLinear] | type[Int8Linear]
 LINEARS: dict[str, Linear] = {"none": PackedLinear, "int8": Int8Linear}
 """model.quantization → how the matrices are kept."""
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,45 +45,71 @@ class DecoderOutput:
 
     hidden: Tensor  # [N, H] after the final norm
     taps: Tensor  # [N, m·H] outputs of the tap layers, side by side; [N, 0] without taps
+    logits: Tensor | None = None  # [M, V] of the rows that were asked for
 
 
 class DecoderLayer:
     """Attention and MLP with their norms; holds fused, prepacked weights."""
 
     def __init__(
-        self, config: DecoderConfig, source: WeightSource, index: int, dtype: torch.dtype, linear: Linear
+        self,
+        config: DecoderConfig,
+        source: WeightSource,
+        index: int,
+        dtype: torch.dtype,
+        linear: Linear,
+        collective: Collective | None = None,
     ) -> None:
-        self.config = config
+        shard = shard_of(collective)
+        self.config = shard.local(config)
         self.index = index
-        head_rows = {
-            "q": config.num_heads * config.head_dim,
-            "k": config.num_kv_heads * config.head_dim,
-            "v": config.num_kv_heads * config.head_dim,
+        self._collective = collective
+        hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+        heads, kv_heads = shard.split(config.num_heads), shard.kv_heads(config)
+        q = Span(heads.start * size, heads.stop * size)
+        kv = Span(kv_heads.start * size, kv_heads.stop * size)
+        columns = {
+            "q": (config.num_heads * size, q),
+            "k": (config.num_kv_heads * size, kv),
+            "v": (config.num_kv_heads * size, kv),
+            "gate": (inner, shard.split(inner)),
+            "up": (inner, shard.split(inner)),
         }
-        hidden, inner = config.hidden_size, config.intermediate_size
 
-        def take(name: str, *shape: int) -> Tensor:
-            return source.take(f"model.layers.{index}.{name}", shape).to(dtype)
+        def take(name: str, *shape: int, part: Part | None = None) -> Tensor:
+            whole = collective is None
+            return source.take(f"model.layers.{index}.{name}", shape, None if whole else part).to(dtype)
 
-        def fuse(names: dict[str, int], module: str, bias: bool) -> PackedLinear | Int8Linear:
-            weight = torch.cat([take(f"{module}.{n}_proj.weight", rows, hidden) for n, rows in names.items()])
-            biases = [take(f"{module}.{n}_proj.bias", rows) for n, rows in names.items()] if bias else None
-            return linear(weight, torch.cat(biases) if biases else None)
+        def fuse(names: str, module: str, bias: bool) -> PackedLinear | Int8Linear:
+            """Column-parallel: each rank has some of the outputs."""
+            weights, biases = [], []
+            for name in names.split():
+                rows, span = columns[name]
+                weights.append(take(f"{module}.{name}_proj.weight", rows, hidden, part=span.along(0)))
+                if bias:
+                    biases.append(take(f"{module}.{name}_proj.bias", rows, part=span.along(0)))
+            return linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+        def sum_up(name: str, inputs: int, span: Span, bias: bool) -> PackedLinear | Int8Linear:
+            """Row-parallel: each rank has some of the inputs, and what they make is added up."""
+            weight = take(f"{name}.weight", hidden, inputs, part=span.along(1))
+            added = take(f"{name}.bias", hidden) if bias else None
+            if collective is None:
+                return linear(weight, added)
+            added = added if shard.rank == 0 else None  # once in the sum
+            if linear is PackedLinear:
+                return linear(weight, added)
+            # The scale of an output is that of its whole row.
+            return Int8Linear(weight, added, collective.max(weight.float().abs().amax(dim=1)))
 
         self.input_norm = take("input_layernorm.weight", hidden)
-        self.qkv = fuse(head_rows, "self_attn", config.qkv_bias)
-        self.q_norm = take("self_attn.q_norm.weight", config.head_dim) if config.qk_norm else None
-        self.k_norm = take("self_attn.k_norm.weight", config.head_dim) if config.qk_norm else None
-        self.o = linear(
-            take("self_attn.o_proj.weight", hidden, head_rows["q"]),
-            take("self_attn.o_proj.bias", hidden) if config.o_bias else None,
-        )
+        self.qkv = fuse("q k v", "self_attn", config.qkv_bias)
+        self.q_norm = take("self_attn.q_norm.weight", size) if config.qk_norm else None
+        self.k_norm = take("self_attn.k_norm.weight", size) if config.qk_norm else None
+        self.o = sum_up("self_attn.o_proj", config.num_heads * size, q, config.o_bias)
         self.post_norm = take("post_attention_layernorm.weight", hidden)
-        self.gate_up = fuse({"gate": inner, "up": inner}, "mlp", config.mlp_bias)
-        self.down = linear(
-            take("mlp.down_proj.weight", hidden, inner),
-            take("mlp.down_proj.bias", hidden) if config.mlp_bias else None,
-        )
+        self.gate_up = fuse("gate up", "mlp", config.mlp_bias)
+        self.down = sum_up("mlp.down_proj", inner, shard.split(inner), config.mlp_bias)
         self.scale = config.head_dim**-0.5
 
     def attend(
@@ -100,12 +135,15 @@ class DecoderLayer:
             slots,
         )
         out = paged_attention(q, *cache, batch, self.scale, config.windows[self.index])
-        return self._apply("o", self.o, out.view(out.shape[0], -1), adapters)
+        return self._summed(self._apply("o", self.o, out.view(out.shape[0], -1), adapters))
 
     def mlp(self, normed: Tensor, adapters: AdapterRows | None) -> Tensor:
         """The SwiGLU branch, [N, H] → [N, H]."""
         inner = silu_mul(self._apply("gate_up", self.gate_up, normed, adapters))
-        return self._apply("down", self.down, inner, adapters)
+        return self._summed(self._apply("down", self.down, inner, adapters))
+
+    def _summed(self, out: Tensor) -> Tensor:
+        return out if self._collective is None else self._collective.sum(out)
 
     def _apply(
         self, name: str, linear: PackedLinear | Int8Linear, x: Tensor, adapters: AdapterRows | None
@@ -124,45 +162,74 @@ class Decoder:
         dtype: torch.dtype,
         max_positions: int,
         linear: Linear = PackedLinear,
+        collective: Collective | None = None,
     ) -> None:
-        """Takes every tensor from `source`; `CheckpointError` names what is missing or left over."""
-        self.config = config
+        """Takes every tensor from `source`; `CheckpointError` names what is missing or left over, and
+        `ConfigError` says which numbers of ranks fit. All ranks are made at the same time."""
+        self.config = config  # of the whole model
         self.dtype = dtype
-        hidden, vocab = config.hidden_size, config.vocab_size
-        self.embedding = source.take("model.embed_tokens.weight", (vocab, hidden)).to(dtype)
+        self._collective, shard = collective, shard_of(collective)
+        self._whole = None if collective is None else source.whole
+        self._local = shard.local(config)
+        vocabulary = shard.vocabulary(config.vocab_size)
+        self._first_token, self._num_rows = vocabulary.start, shard.vocabulary_rows(config.vocab_size)
+        matrix = (config.vocab_size, config.hidden_size)
+        part = None if collective is None else vocabulary.along(0)
+        self._rows = self._padded(source.take(EMBEDDING, matrix, part).to(dtype))  # [V / ranks, H]
         self.layers = [
-            DecoderLayer(config, source, index, dtype, linear) for index in range(config.num_layers)
+            DecoderLayer(config, source, index, dtype, linear, collective)
+            for index in range(config.num_layers)
         ]
-        self.norm = source.take("model.norm.weight", (hidden,)).to(dtype)
-        self._stack = compiled_stack(
+        self.norm = source.take("model.norm.weight", (config.hidden_size,)).to(dtype)
+        stack = compiled_stack(
             self.layers,
             self.norm,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
+            num_heads=self._local.num_heads,
+            num_kv_heads=self._local.num_kv_heads,
             head_dim=config.head_dim,
             eps=config.rms_norm_eps,
         )
+        self._stack = stack if collective is None else None  # which has no place for sums over ranks
         # The stack knows no windows: it takes batches whose contexts fit into all of them.
         self._stack_keys = min((w for w in config.windows if w is not None), default=max_positions)
-        stored_head = source.take_optional("lm_head.weight", (vocab, hidden))
+        stored_head = source.take_optional(HEAD, matrix, part)
         if stored_head is None and not config.tie_word_embeddings:
-            raise CheckpointError(
-                "lm_head.weight is missing and config.json does not tie it to the embedding"
-            )
-        tied = config.tie_word_embeddings or stored_head is None
-        self.head_weight = self.embedding if tied or stored_head is None else stored_head.to(dtype)  # [V, H]
-        self.head = linear(self.head_weight, None)
+            raise CheckpointError(f"{HEAD} is missing and config.json does not tie it to the embedding")
+        self._is_tied = config.tie_word_embeddings or stored_head is None
+        tied = self._is_tied or stored_head is None
+        self._head_rows = self._rows if tied else self._padded(stored_head.to(dtype))  # [V / ranks, H]
+        self.head = linear(self._head_rows, None)
         source.finish()
+        self._computes_rows_alone = stack is not None and self.head.packed is not None
         self.rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings, max_positions)
+
+    @cached_property
+    def embedding(self) -> Tensor:
+        """[V, H], whole: for drafters, which live on one rank. A shard reads it when it is first asked."""
+        return self._rows if self._whole is None else self._whole(EMBEDDING).to(self.dtype)
+
+    @cached_property
+    def head_weight(self) -> Tensor:
+        """[V, H], as `embedding`."""
+        if self._whole is None:
+            return self._head_rows
+        return self.embedding if self._is_tied else self._whole(HEAD).to(self.dtype)
 
     @property
     def is_batch_invariant(self) -> bool:
-        """Whether a row's bits are the same in any batch: every op is compiled and computes a row alone."""
-        return self._stack is not None and self.head.packed is not None
+        """Whether a row's bits are the same in any batch: every op is compiled and computes a row alone, and
+        ranks add up in the same order wherever a row stands."""
+        in_order = self._collective is None or self._collective.keeps_order
+        return self._computes_rows_alone and in_order
+
+    def _padded(self, rows: Tensor) -> Tensor:
+        """A part of the vocabulary [≤ R, H], with zeros up to what every rank has [R, H]."""
+        missing = self._num_rows - len(rows)
+        return rows if missing == 0 else F.pad(rows, (0, 0, 0, missing))
 
     def new_kv(self, num_slots: int) -> KVStorage:
-        """KV storage for `num_slots` tokens."""
-        config = self.config
+        """KV storage for `num_slots` tokens, of this rank's heads."""
+        config = self._local
         return KVStorage(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype)
 
     def forward(
@@ -174,18 +241,29 @@ class Decoder:
         batch: PagedBatch,
         taps: tuple[int, ...] = (),
         adapters: AdapterRows | None = None,
+        logit_rows: Tensor | None = None,  # [M] int64
     ) -> DecoderOutput:
         """One pass over a flat ragged batch. The outputs of `taps` (0-based; -1: the embedding) are kept.
-        `adapters`: where some row has one.
+        `adapters`: where some row has one. `logit_rows`: whose logits are wanted with it.
         """
         cos_sin = self.rope.at(positions)
-        embedded = self.embedding[token_ids]
+        embedded = self._embed(token_ids)
         inner_taps = tuple(sorted(tap for tap in taps if tap >= 0))
         if self._stack is not None and adapters is None and batch.max_kv <= self._stack_keys:
             hidden, kept = self._stack(embedded, cos_sin, kv.k, kv.v, batch, slots=slots, taps=inner_taps)
         else:
             hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps, adapters)
-        return DecoderOutput(hidden, torch.cat([embedded, kept], dim=1) if -1 in taps else kept)
+        logits = None if logit_rows is None else self.logits(hidden[logit_rows])
+        return DecoderOutput(hidden, torch.cat([embedded, kept], dim=1) if -1 in taps else kept, logits)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """[N] → [N, H]: each rank its own tokens, and zeros for the others' until they are added."""
+        if self._collective is None:
+            return self.embedding[token_ids]
+        own = token_ids - self._first_token
+        others = (own < 0) | (own >= self._num_rows)
+        rows = self._rows[own.masked_fill(others, 0)]
+        return self._collective.sum(rows.masked_fill_(others.unsqueeze(1), 0))
 
     def _layer_by_layer(
         self,
@@ -213,14 +291,29 @@ class Decoder:
         return normed, torch.cat(kept, dim=1) if kept else residual[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, H] after the final norm → logits [M, V] in the model's dtype."""
-        return self.head(hidden)
+        """[M, H] after the final norm → logits [M, V] in the model's dtype; on other ranks than 0, no values."""
+        logits = self.head(hidden)
+        if self._collective is None:
+            return logits
+        parts = self._collective.gather(logits) if len(hidden) else []
+        whole = torch.cat(parts, dim=1) if parts else logits.new_empty(len(hidden), self.config.vocab_size)
+        return whole[:, : self.config.vocab_size]
+
+
+def shard_of(collective: Collective | None) -> Shard:
+    """Which part of the model a decoder with this collective is."""
+    return Shard() if collective is None else Shard(collective.rank, collective.count)
 
 
 def load_target(
-    model_dir: Path, dtype: torch.dtype, max_positions: int, quantization: str = "none"
+    model_dir: Path,
+    dtype: torch.dtype,
+    max_positions: int,
+    quantization: str = "none",
+    collective: Collective | None = None,
 ) -> Decoder:
-    """The target in a Hugging Face directory; `quantization` as in the configuration."""
+    """The target in a Hugging Face directory, or one rank's shard of it; `quantization` as in the
+    configuration."""
     config = read_decoder_config(model_dir)
-    source = WeightSource(load_safetensors(model_dir))
-    return Decoder(config, source, dtype, max_positions, LINEARS[quantization])
+    source = WeightSource(open_safetensors(model_dir))
+    return Decoder(config, source, dtype, max_positions, LINEARS[quantization], collective)
