@@ -7,7 +7,7 @@ group.sum(partial)  # in place, the same bits on every rank
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,14 +47,15 @@ class Collective(Protocol):
 class Group:
     """`Collective` over a process group of torch."""
 
-    def __init__(self, backend: dist.ProcessGroupGloo, timeout_s: float) -> None:
-        """`timeout_s`: longest wait for the others in one operation."""
+    def __init__(self, backend: Any, timeout_s: float) -> None:
+        """`backend`: of this group alone, such as `dist.ProcessGroupGloo` (whose type hints lack what it does).
+        `timeout_s`: longest wait for the others in one operation."""
         self._backend = backend
         self.rank, self.count = backend.rank(), backend.size()
         self.on_enter: Callable[[int], None] = lambda number: None  # told of each operation it begins
         self._num_entered = 0
         self._sum, self._max, self._gather = dist.AllreduceOptions(), dist.AllreduceOptions(), _to_first()
-        self._max.reduceOp = dist.ReduceOp.MAX
+        self._max.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         self.set_timeout(timeout_s)
 
     @property
@@ -84,7 +85,7 @@ class Group:
         """Ends the connections: whoever waits for this rank is told at once."""
         self._backend.abort()
 
-    def _enter(self) -> dist.ProcessGroupGloo:
+    def _enter(self) -> Any:
         self._num_entered += 1
         self.on_enter(self._num_entered)
         return self._backend
@@ -98,13 +99,14 @@ class Group:
 
 
 def join_group(store: dist.Store, *, rank: int, count: int, host: str, timeout_s: float) -> Group:
-    """Meets the other ranks at `store`; waits as long as the store does. `host` is this rank's address."""
-    options = dist.ProcessGroupGloo._Options()
+    """Meets the other ranks at `store`, within `timeout_s`. `host` is this rank's address."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     # Not by the machine's name, which need not resolve to the address that the others reach.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = store.timeout
+    options._devices = [gloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=timeout_s)
     try:
-        return Group(dist.ProcessGroupGloo(store, rank, count, options), timeout_s)
+        return Group(gloo(store, rank, count, options), timeout_s)
     except RuntimeError as error:
         raise RankError(f"rank {rank} of {count} cannot join the others: {error}") from error
 

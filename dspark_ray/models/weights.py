@@ -172,7 +172,9 @@ class WeightSource:
 def _read(stored: Tensor | StoredTensor, part: Part | None) -> Tensor:
     if isinstance(stored, StoredTensor):
         return stored.read(part)
-    return stored if part is None else stored.narrow(part.dim, part.start, part.stop - part.start).contiguous()
+    return (
+        stored if part is None else stored.narrow(part.dim, part.start, part.stop - part.start).contiguous()
+    )
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:

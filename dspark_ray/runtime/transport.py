@@ -31,16 +31,30 @@ class Inbox:
     address: str
 
 
-def bind_inbox(context: zmq.Context, ip: str) -> Inbox:
-    """An inbox on a free port of `ip`."""
+def bind_inbox(context: zmq.Context, ip: str, *, num_messages: int = INBOX_MESSAGES) -> Inbox:
+    """An inbox on a free port of `ip`, with room for so many messages that have not been read."""
     socket = context.socket(zmq.PULL)
-    socket.setsockopt(zmq.RCVHWM, INBOX_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, num_messages)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, ":" in ip)
     _set_heartbeat(socket)
     port = socket.bind_to_random_port(f"tcp://[{ip}]" if ":" in ip else f"tcp://{ip}")
     return Inbox(socket, f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}")
+
+
+def connect(context: zmq.Context, address: str, *, num_messages: int) -> zmq.Socket:
+    """A PUSH socket to an inbox, which keeps so many messages that are not on their way."""
+    socket = context.socket(zmq.PUSH)
+    socket.setsockopt(zmq.SNDHWM, num_messages)
+    socket.setsockopt(zmq.LINGER, 1000)
+    socket.setsockopt(zmq.IPV6, "[" in address)
+    # Queue only for a peer that is there: else the messages of a dead one would pile up unseen.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
+    _set_heartbeat(socket)
+    socket.connect(address)
+    return socket
 
 
 def _set_heartbeat(socket: zmq.Socket) -> None:
@@ -69,15 +83,7 @@ class Outbox:
     """One peer's address: keeps messages in order while the peer cannot take them."""
 
     def __init__(self, context: zmq.Context, address: str, clock: Clock) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, INBOX_MESSAGES)
-        self._socket.setsockopt(zmq.LINGER, 1000)
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
-        # Queue only for a peer that is there: else the messages of a dead one would pile up unseen.
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 5000)
-        _set_heartbeat(self._socket)
-        self._socket.connect(address)
+        self._socket = connect(context, address, num_messages=INBOX_MESSAGES)
         self._clock = clock
         self._waiting: deque[bytes] = deque()
         self._stalled_since_ms: float | None = None

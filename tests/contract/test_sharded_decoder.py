@@ -99,7 +99,9 @@ def test_more_ranks_than_tokens_of_a_vocabulary(tmp_path: Path) -> None:
     tokens = torch.tensor([3, 4, 0, 1, 2])
     logits, _ = forward(load_target(model_dir, torch.float32, 64), tokens)
     with ranks(4) as groups:  # two tokens each, and the last rank none
-        found = on_every_rank(groups, lambda g: forward(load_target(model_dir, torch.float32, 64, "none", g), tokens))
+        found = on_every_rank(
+            groups, lambda g: forward(load_target(model_dir, torch.float32, 64, "none", g), tokens)
+        )
     torch.testing.assert_close(found[0][0], logits, atol=2e-4, rtol=1e-4)
 
 
@@ -208,4 +210,3 @@ def test_a_rank_that_leaves_ends_the_others_operations() -> None:
 def test_a_rank_that_is_late_is_not_waited_for() -> None:
     with ranks(2, timeout_s=0.2) as groups, pytest.raises(RankError, match="cannot reach"):
         groups[0].sum(torch.ones(4))
-

@@ -196,8 +196,9 @@ class Decoder:
         if stored_head is None and not config.tie_word_embeddings:
             raise CheckpointError(f"{HEAD} is missing and config.json does not tie it to the embedding")
         self._is_tied = config.tie_word_embeddings or stored_head is None
-        tied = self._is_tied or stored_head is None
-        self._head_rows = self._rows if tied else self._padded(stored_head.to(dtype))  # [V / ranks, H]
+        self._head_rows = self._rows  # [V / ranks, H]
+        if stored_head is not None and not self._is_tied:
+            self._head_rows = self._padded(stored_head.to(dtype))
         self.head = linear(self._head_rows, None)
         source.finish()
         self._computes_rows_alone = stack is not None and self.head.packed is not None
@@ -253,7 +254,7 @@ class Decoder:
             hidden, kept = self._stack(embedded, cos_sin, kv.k, kv.v, batch, slots=slots, taps=inner_taps)
         else:
             hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps, adapters)
-        logits = None if logit_rows is None else self.logits(hidden[logit_rows])
+        logits = None if logit_rows is None else self._logits(hidden[logit_rows])
         return DecoderOutput(hidden, torch.cat([embedded, kept], dim=1) if -1 in taps else kept, logits)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -291,7 +292,10 @@ class Decoder:
         return normed, torch.cat(kept, dim=1) if kept else residual[:, :0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[M, H] after the final norm → logits [M, V] in the model's dtype; on other ranks than 0, no values."""
+        """[M, H] after the final norm → logits [M, V] in the model's dtype; values on rank 0 only."""
+        return self._logits(hidden)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
         if self._collective is None:
             return logits

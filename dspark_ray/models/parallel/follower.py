@@ -1,0 +1,87 @@
+"""A rank that follows: carries out what rank 0 tells it, in order, and decides nothing."""
+
+import logging
+import threading
+
+import torch
+
+from dspark_ray.core.errors import RankError
+from dspark_ray.models.collective import Group
+from dspark_ray.models.kv import KVStorage
+from dspark_ray.models.parallel.channel import BEAT_S, RankReceiver
+from dspark_ray.models.parallel.journal import Journal
+from dspark_ray.models.parallel.message import (
+    ForwardMessage,
+    HeadMessage,
+    NewKVMessage,
+    RankMessage,
+    StopMessage,
+    decode,
+)
+from dspark_ray.models.targets.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """`run()` until rank 0 stops it."""
+
+    def __init__(self, decoder: Decoder, group: Group, receiver: RankReceiver) -> None:
+        self.journal = Journal()
+        self._decoder, self._receiver = decoder, receiver
+        self._rank = group.rank
+        self._kv: KVStorage | None = None
+        group.on_enter = receiver.note_sums
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Raises `RankError` when another rank is gone."""
+        ended = threading.Event()
+        beats = threading.Thread(target=self._beat, args=(ended,), name="dspark-beat", daemon=True)
+        beats.start()
+        try:
+            self._follow()
+        except RankError:
+            logger.error("rank %d ends; its last messages: %s", self._rank, self.journal.tail())
+            raise
+        finally:
+            ended.set()
+            beats.join()
+
+    def _follow(self) -> None:
+        done = 0
+        while True:
+            payload = self._receiver.receive()
+            message = decode(payload)
+            self._receiver.note(message.number, done)
+            if isinstance(message, StopMessage):
+                return
+            self.journal.note(message, payload)
+            if message.number != done + 1:
+                raise RankError(f"message {message.number} came after {done}")
+            self._carry_out(message)
+            done = message.number
+            self._receiver.note(done, done)
+
+    def _carry_out(self, message: RankMessage) -> None:
+        match message:
+            case ForwardMessage():
+                assert self._kv is not None, "storage comes first"
+                self._decoder.forward(
+                    message.token_ids,
+                    message.positions,
+                    self._kv,
+                    message.slots,
+                    message.batch,
+                    logit_rows=message.logit_rows,
+                )
+            case HeadMessage():
+                self._decoder.logits(message.hidden)
+            case NewKVMessage():
+                self._kv = None  # before the new one is made
+                self._kv = self._decoder.new_kv(message.num_slots)
+
+    def _beat(self, ended: threading.Event) -> None:
+        self._receiver.beat()
+        while not ended.wait(BEAT_S):
+            self._receiver.beat()

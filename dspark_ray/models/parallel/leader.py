@@ -1,0 +1,111 @@
+"""Rank 0's shard behind the interface of a whole decoder: each pass is told to the others, then made with
+them. Who calls it decides everything, and does not know of them."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+from dspark_kernels.attention import PagedBatch
+from dspark_kernels.linear import PackedLinear
+from torch import Tensor
+
+from dspark_ray.core.errors import RankError
+from dspark_ray.models.collective import Group
+from dspark_ray.models.kv import KVStorage
+from dspark_ray.models.parallel.channel import RankSender, blame
+from dspark_ray.models.parallel.journal import Journal
+from dspark_ray.models.parallel.message import (
+    ForwardMessage,
+    HeadMessage,
+    NewKVMessage,
+    RankMessage,
+    StopMessage,
+    encode,
+)
+from dspark_ray.models.targets.config import DecoderConfig
+from dspark_ray.models.targets.decoder import Decoder, DecoderOutput, Linear
+from dspark_ray.models.targets.lora import AdapterRows
+from dspark_ray.models.weights import WeightSource
+
+logger = logging.getLogger(__name__)
+
+
+class LeadingDecoder(Decoder):
+    """The target as an engine and its drafter use it. Every call raises `RankError` when a rank is lost,
+    naming it; nothing can be computed after that."""
+
+    def __init__(
+        self,
+        sender: RankSender,
+        group: Group,
+        config: DecoderConfig,
+        source: WeightSource,
+        dtype: torch.dtype,
+        max_positions: int,
+        linear: Linear = PackedLinear,
+    ) -> None:
+        super().__init__(config, source, dtype, max_positions, linear, group)
+        self.journal = Journal()
+        self._sender = sender
+        self._number = self._num_sums = 0
+        self._kv: KVStorage | None = None
+        group.on_enter = self._note_sum
+
+    def new_kv(self, num_slots: int) -> KVStorage:
+        """Ranks hold one storage each: the last one that was made."""
+        self._tell(lambda number: NewKVMessage(number, num_slots))
+        self._kv = super().new_kv(num_slots)
+        return self._kv
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        kv: KVStorage,
+        slots: Tensor,
+        batch: PagedBatch,
+        taps: tuple[int, ...] = (),
+        adapters: AdapterRows | None = None,
+        logit_rows: Tensor | None = None,
+    ) -> DecoderOutput:
+        """As `Decoder.forward`. The others keep no taps: drafters are rank 0's."""
+        assert adapters is None, "adapters are refused before anything starts"
+        assert kv is self._kv, "the other ranks have the newest storage only"
+        self._tell(lambda number: ForwardMessage(number, token_ids, positions, slots, batch, logit_rows))
+        try:
+            return super().forward(token_ids, positions, kv, slots, batch, taps, None, logit_rows)
+        except RankError as error:
+            raise self._blamed(error) from error
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """As `Decoder.logits`, of states that every rank is sent."""
+        self._tell(lambda number: HeadMessage(number, hidden))
+        try:
+            return self._logits(hidden)
+        except RankError as error:
+            raise self._blamed(error) from error
+
+    def stop(self) -> None:
+        """Lets the other ranks end; without a word to those that are lost."""
+        try:
+            self._sender.send(encode(StopMessage(self._number + 1)))
+        except RankError as error:
+            logger.warning("a rank does not hear that this engine stops: %s", error)
+
+    def _tell(self, message: Callable[[int], RankMessage]) -> None:
+        self._number += 1
+        told = message(self._number)
+        payload = encode(told)
+        self.journal.note(told, payload)
+        try:
+            self._sender.send(payload)
+        except RankError as error:
+            raise self._blamed(error) from error
+
+    def _note_sum(self, number: int) -> None:
+        self._num_sums = number
+
+    def _blamed(self, error: RankError) -> RankError:
+        found = blame(self._sender.progress(), self._number, self._num_sums)
+        logger.error("%s (%s); the last messages: %s", found, error, self.journal.tail())
+        return RankError(f"{found} ({error})")

@@ -1,0 +1,155 @@
+"""What rank 0 tells the others: everything a pass needs, so that nobody else decides anything.
+
+One `ForwardMessage` a step carries tokens, lengths and places together. The bytes are the same for every
+rank, whichever way they travel.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from dspark_kernels.attention import PagedBatch
+from torch import Tensor
+
+from dspark_ray.core.errors import RankError
+
+_HEADER = struct.Struct("<BBxxxxxxq")  # kind, number of fields, number of the message
+_FIELD = struct.Struct("<BBxxxxxx2q")  # type, dimensions, sizes
+_ALIGNMENT = 8  # of a field's bytes
+_DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardMessage:
+    """One pass over a flat ragged batch, and the logits of some of its rows."""
+
+    kind: ClassVar[str] = "forward"
+    number: int
+    token_ids: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    slots: Tensor  # [N] int64
+    batch: PagedBatch
+    logit_rows: Tensor | None  # [M] int64
+
+    def shape(self) -> tuple[int, ...]:
+        """(N, R, blocks a request, M), for journals."""
+        rows = 0 if self.logit_rows is None else len(self.logit_rows)
+        return (len(self.token_ids), *self.batch.block_tables.shape, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMessage:
+    """Logits of hidden states that an earlier pass left on rank 0: log-probabilities of prompts."""
+
+    kind: ClassVar[str] = "head"
+    number: int
+    hidden: Tensor  # [M, H]
+
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.hidden.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class NewKVMessage:
+    """Fresh KV storage, in place of any before it."""
+
+    kind: ClassVar[str] = "new_kv"
+    number: int
+    num_slots: int
+
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_slots,)
+
+
+@dataclass(frozen=True, slots=True)
+class StopMessage:
+    """There are no further messages."""
+
+    kind: ClassVar[str] = "stop"
+    number: int
+
+    def shape(self) -> tuple[int, ...]:
+        return ()
+
+
+RankMessage = ForwardMessage | HeadMessage | NewKVMessage | StopMessage
+_KINDS: tuple[type[RankMessage], ...] = (ForwardMessage, HeadMessage, NewKVMessage, StopMessage)
+
+
+def encode(message: RankMessage) -> bytes:
+    """As bytes; `decode` is the inverse."""
+    fields = _fields(message)
+    parts = [_HEADER.pack(_KINDS.index(type(message)), len(fields), message.number)]
+    for field in fields:
+        assert field.dim() <= 2, "vectors and matrices only"
+        sizes = (*field.shape, 0, 0)[:2]
+        parts.append(_FIELD.pack(_DTYPES.index(field.dtype), field.dim(), *sizes))
+        # numpy has no bfloat16: its bits travel.
+        bits = field.view(torch.int16) if field.dtype == torch.bfloat16 else field
+        content = bits.contiguous().numpy().tobytes()
+        parts.append(content + bytes(-len(content) % _ALIGNMENT))
+    return b"".join(parts)
+
+
+def decode(payload: bytearray) -> RankMessage:
+    """The tensors look at `payload`. `RankError` for bytes that are no message."""
+    try:
+        kind, count, number = _HEADER.unpack_from(payload)
+        fields, at = [], _HEADER.size
+        for _ in range(count):
+            code, dims, *sizes = _FIELD.unpack_from(payload, at)
+            shape, dtype = sizes[:dims], _DTYPES[code]
+            at += _FIELD.size
+            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            if at + num_bytes > len(payload):
+                raise ValueError("it ends early")
+            fields.append(
+                torch.frombuffer(payload, dtype=dtype, count=num_bytes // dtype.itemsize, offset=at).view(
+                    shape
+                )
+                if num_bytes
+                else torch.empty(shape, dtype=dtype)
+            )
+            at += num_bytes + -num_bytes % _ALIGNMENT
+        return _message(_KINDS[kind], number, fields)
+    except (struct.error, IndexError, ValueError, RuntimeError) as error:
+        raise RankError(f"a message of {len(payload)} bytes is none that ranks send: {error}") from error
+
+
+def digest(payload: bytes | bytearray) -> str:
+    """16 hex digits, for comparing what ranks were told."""
+    return hashlib.blake2b(payload, digest_size=8).hexdigest()
+
+
+def _fields(message: RankMessage) -> list[Tensor]:
+    if isinstance(message, ForwardMessage):
+        batch = message.batch
+        sizes = torch.tensor([batch.block_size, batch.max_query, batch.max_kv])
+        rows = [] if message.logit_rows is None else [message.logit_rows]
+        return [
+            message.token_ids,
+            message.positions,
+            message.slots,
+            batch.query_start,
+            batch.kv_len,
+            batch.block_tables,
+            sizes,
+            *rows,
+        ]
+    if isinstance(message, HeadMessage):
+        return [message.hidden]
+    return [torch.tensor([message.num_slots])] if isinstance(message, NewKVMessage) else []
+
+
+def _message(kind: type[RankMessage], number: int, fields: list[Tensor]) -> RankMessage:
+    if kind is ForwardMessage:
+        token_ids, positions, slots, query_start, kv_len, tables, sizes, *rows = fields
+        block_size, max_query, max_kv = sizes.tolist()
+        batch = PagedBatch(query_start, kv_len, tables, block_size, max_query, max_kv)
+        return ForwardMessage(number, token_ids, positions, slots, batch, rows[0] if rows else None)
+    if kind is HeadMessage:
+        return HeadMessage(number, *fields)
+    return NewKVMessage(number, int(fields[0])) if kind is NewKVMessage else StopMessage(number)

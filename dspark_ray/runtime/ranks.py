@@ -1,0 +1,190 @@
+"""How the ranks of one engine find each other and talk: a ring in shared memory to those on rank 0's node,
+zmq to the others, gloo between all.
+
+end = FollowerEnd(rank=1, host="10.0.0.7", node="a")      # in the rank's process
+leader = LeaderEnd.open(host, node, [end.place, ...], num_bytes)  # in rank 0's
+target, follower = leader.load(spec), end.load(leader.link, spec)  # at the same time
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import zmq
+
+from dspark_ray.core.config import AppConfig
+from dspark_ray.models.collective import Group, join_group
+from dspark_ray.models.parallel.channel import RankReceiver
+from dspark_ray.models.parallel.follower import Follower
+from dspark_ray.models.parallel.leader import LeadingDecoder
+from dspark_ray.models.parallel.ring import Ring
+from dspark_ray.models.targets.config import DecoderConfig, read_decoder_config
+from dspark_ray.models.targets.decoder import LINEARS, load_target
+from dspark_ray.models.weights import WeightSource, open_safetensors
+from dspark_ray.runtime.rank_channel import WAITING_MESSAGES, RankBroadcast, WireReceiver
+from dspark_ray.runtime.transport import bind_inbox, connect
+
+LOAD_TIMEOUT_S = 1800.0  # a rank may have to fetch its model first
+STEP_TIMEOUT_S = 60.0  # longest wait for another rank within a step
+_KV_HEAD_ROWS = 64  # whose states are sent at once for log-probabilities of a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a follower is."""
+
+    node: str
+    host: str  # its address
+    address: str  # of its zmq inbox
+
+
+@dataclass(frozen=True, slots=True)
+class RankLink:
+    """What a follower needs to know of the others."""
+
+    places: tuple[RankPlace, ...]  # of ranks 1, 2, ...
+    store: tuple[str, int]  # host and port, on rank 0
+    ring_name: str | None
+    readers: dict[int, int]  # rank → its place in the ring; the others are told over zmq
+    acks_address: str
+    step_timeout_s: float
+
+    @property
+    def count(self) -> int:
+        return len(self.places) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """Which decoder is divided."""
+
+    model_dir: Path
+    dtype: torch.dtype
+    max_positions: int
+    quantization: str = "none"
+
+
+def ring_bytes(config: AppConfig, target: DecoderConfig) -> int:
+    """Room for a few of the longest messages that an engine of this configuration sends."""
+    engine = config.engine
+    blocks = -(-config.model.max_model_len // engine.kv_block_size) + 1
+    batch = engine.max_step_rows * 4 * 8 + engine.max_running * (blocks + 2) * 4
+    return 4 * max(batch, _KV_HEAD_ROWS * target.hidden_size * 4) + (1 << 16)
+
+
+class LeaderEnd:
+    """Rank 0's side: rendezvous, ring and wires. `close()` ends what the others wait for."""
+
+    def __init__(self, host: str, link: RankLink, store: dist.TCPStore, sender: RankBroadcast) -> None:
+        self.link = link
+        self._host, self._store, self._sender = host, store, sender
+        self._group: Group | None = None
+
+    @classmethod
+    def open(
+        cls,
+        host: str,
+        node: str,
+        places: Sequence[RankPlace],
+        num_bytes: int,
+        *,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+    ) -> "LeaderEnd":
+        """Binds everything to free ports of `host`. `num_bytes`: of the ring."""
+        ranks = list(enumerate(places, start=1))
+        readers = {rank: index for index, rank in enumerate(r for r, p in ranks if p.node == node)}
+        ring = Ring.create(len(readers), num_bytes) if readers else None
+        context = zmq.Context()
+        acks = bind_inbox(context, host)
+        wires = {
+            rank: connect(context, place.address, num_messages=WAITING_MESSAGES)
+            for rank, place in ranks
+            if rank not in readers
+        }
+        store = dist.TCPStore(
+            host,
+            0,
+            len(places) + 1,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=LOAD_TIMEOUT_S),
+        )
+        link = RankLink(
+            places=tuple(places),
+            store=(host, store.port),
+            ring_name=None if ring is None else ring.name,
+            readers=readers,
+            acks_address=acks.address,
+            step_timeout_s=step_timeout_s,
+        )
+        return cls(host, link, store, RankBroadcast(ring, readers, wires, acks, step_timeout_s))
+
+    def load(self, spec: TargetSpec) -> LeadingDecoder:
+        """Rank 0's shard, made while the others make theirs."""
+        group = _join(self._store, 0, self.link, self._host)
+        self._group = group
+        decoder = LeadingDecoder(
+            self._sender,
+            group,
+            read_decoder_config(spec.model_dir),
+            WeightSource(open_safetensors(spec.model_dir)),
+            spec.dtype,
+            spec.max_positions,
+            LINEARS[spec.quantization],
+        )
+        _meet(group, self.link)
+        self._sender.all_are_here()
+        return decoder
+
+    def close(self) -> None:
+        self._sender.close()
+        if self._group is not None:
+            self._group.close()
+
+
+class FollowerEnd:
+    """Another rank's side."""
+
+    def __init__(self, rank: int, host: str, node: str) -> None:
+        self._rank, self._host, self._context = rank, host, zmq.Context()
+        self._inbox = bind_inbox(self._context, host, num_messages=WAITING_MESSAGES)
+        self.place = RankPlace(node, host, self._inbox.address)
+        self._group: Group | None = None
+        self._receiver: RankReceiver | None = None
+
+    def load(self, link: RankLink, spec: TargetSpec) -> Follower:
+        """This rank's shard, made while the others make theirs. Raises what loading raises."""
+        receiver = self._receiver = self._listen(link)
+        store = dist.TCPStore(*link.store, link.count, timeout=timedelta(seconds=LOAD_TIMEOUT_S))
+        group = self._group = _join(store, self._rank, link, self._host)
+        decoder = load_target(spec.model_dir, spec.dtype, spec.max_positions, spec.quantization, group)
+        _meet(group, link)
+        return Follower(decoder, group, receiver)
+
+    def _listen(self, link: RankLink) -> RankReceiver:
+        place = link.readers.get(self._rank)
+        if place is None:
+            acks = connect(self._context, link.acks_address, num_messages=WAITING_MESSAGES)
+            return WireReceiver(self._rank, self._inbox, acks)
+        assert link.ring_name is not None
+        return Ring.attach(link.ring_name).reader(place)
+
+    def close(self) -> None:
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._group is not None:
+            self._group.close()
+        self._inbox.socket.close()
+
+
+def _join(store: dist.TCPStore, rank: int, link: RankLink, host: str) -> Group:
+    return join_group(store, rank=rank, count=link.count, host=host, timeout_s=LOAD_TIMEOUT_S)
+
+
+def _meet(group: Group, link: RankLink) -> None:
+    """Until all have loaded; from here on, ranks wait for each other as long as a step may take."""
+    group.sum(torch.zeros(1))
+    group.set_timeout(link.step_timeout_s)
