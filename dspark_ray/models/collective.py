@@ -48,7 +48,7 @@ class Group:
     """`Collective` over a process group of torch."""
 
     def __init__(self, backend: Any, timeout_s: float) -> None:
-        """`backend`: of this group alone, such as `dist.ProcessGroupGloo` (whose type hints lack what it does).
+        """`backend`: of this group alone, such as `dist.ProcessGroupGloo` (its type hints are incomplete).
         `timeout_s`: longest wait for the others in one operation."""
         self._backend = backend
         self.rank, self.count = backend.rank(), backend.size()
