@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup setup-vllm fetch serve demo format check test test-gpu test-vllm docs wheel clean
+.PHONY: help setup setup-vllm fetch serve demo format check audit test test-gpu test-vllm docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -74,6 +74,14 @@ check: setup  ## format, lint, types and the quick tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest -m "not gpu and not ray and not e2e and not vllm"
+
+# pip-audit gets an environment of its own: it is no dependency, and has many. Strict: a package that the
+# database does not know is no proof of anything. Builds of torch (+cpu) are looked up as their release.
+audit: setup  ## known vulnerabilities of the installed packages (needs the network)
+	@$(BIN)/python -m venv build/audit
+	@build/audit/bin/python -m pip install --disable-pip-version-check --quiet pip-audit
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > build/audit/installed.txt
+	build/audit/bin/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r build/audit/installed.txt
 
 test: check fetch  ## check, then the tests with Ray and the real model
 	$(BIN)/pytest -m "(ray or e2e) and not gpu and not vllm"

@@ -18,6 +18,7 @@ from dspark_ray.preflight.check import require_sound
 from dspark_ray.runtime.engine_actor import EngineFactory
 from dspark_ray.runtime.engine_factory import ENGINE_FACTORIES
 from dspark_ray.runtime.placement import replica_placement
+from dspark_ray.serving.api_keys import KeyRing
 
 INGRESS_ONGOING = 10_000  # the ingress never queues in the proxy: it answers 503 itself, and /health always
 HEALTH_PERIOD_S = 2.0
@@ -31,6 +32,8 @@ def build_app(args: AppConfig) -> Application:
     """The builder named in `import_path`; `args` are the application's `args` in the YAML."""
     config = with_absolute_paths(args, (Path.cwd(), PROJECT_DIR))
     require_sound(config)
+    if config.security.api_keys_file is not None:
+        KeyRing.of(config.security)  # a broken file is told here, not by an ingress that does not start
     return assemble(config, ENGINE_FACTORIES[config.engine.kind], model_text)
 
 

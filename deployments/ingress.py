@@ -24,6 +24,7 @@ from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.token_stream import TokenStream
 from dspark_ray.runtime.transport import bind_inbox
 from dspark_ray.serving.adapters import AdapterBook
+from dspark_ray.serving.api_keys import KeyRing
 from dspark_ray.serving.grammar_compiler import GrammarCompiler
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.logprobs import TextOfToken
@@ -103,6 +104,7 @@ class Ingress:
     ) -> None:
         configure_logging()
         self._config = config
+        self._keys = KeyRing.of(config.security)
         self._text = await asyncio.to_thread(text_factory, config)
         context = zmq.Context()
         self._streams = TokenStream(context, bind_inbox(context, ray.util.get_node_ip_address()))
@@ -134,6 +136,7 @@ class Ingress:
             self._fleet,
             _versions(),
             self._traces.layers,
+            self._keys,
         )
 
     async def __del__(self) -> None:

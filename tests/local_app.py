@@ -7,12 +7,14 @@ from typing import Any
 import httpx
 from starlette.middleware import Middleware
 
+from dspark_ray.core.clock import Clock
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import CompiledGrammar
 from dspark_ray.models.token_text import TokenTexts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.serving.adapters import AdapterBook
+from dspark_ray.serving.api_keys import KeyRing
 from dspark_ray.serving.generation import RetryPolicy
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.parsing import served_model
@@ -48,6 +50,8 @@ class LocalApp:
         fleet: OneEngineFleet | None = None,
         watch: WatchOutputs = unwatched,
         layers: Sequence[Middleware] = (),
+        keys: KeyRing | None = None,
+        key_clock: Clock | None = None,
         **retry: Any,
     ) -> None:
         self.local = LocalServer(engine)
@@ -64,7 +68,17 @@ class LocalApp:
         )
         self.adapters = AdapterBook(config, directory or FakeDirectory(), self.fleet)
         model = served_model(config, tokenizer, self.adapters)
-        self.api = build_api(config, service, model, self.adapters, self.fleet, {"dspark_ray": "1"}, layers)
+        self.api = build_api(
+            config,
+            service,
+            model,
+            self.adapters,
+            self.fleet,
+            {"dspark_ray": "1"},
+            layers,
+            keys,
+            key_clock,
+        )
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None)
 

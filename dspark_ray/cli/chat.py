@@ -22,6 +22,7 @@ from dspark_ray.cli.common import (
     out,
     print_error,
 )
+from dspark_ray.core.env import client_headers
 from dspark_ray.core.errors import ConfigError, DsparkError, RequestError
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class ServerPartner:
         base = url.rstrip("/").removesuffix("/v1")
         timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
         try:
-            self._client = httpx.Client(base_url=base, timeout=timeout)
+            self._client = httpx.Client(base_url=base, timeout=timeout, headers=client_headers())
             models = self._client.get("/v1/models").raise_for_status().json()["data"]
             self._model = str(models[0]["id"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:

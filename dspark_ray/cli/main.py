@@ -17,6 +17,7 @@ from dspark_ray.cli import (
     evaluate,
     fetch,
     generate,
+    new_key,
     plan,
     profile,
     serve,
@@ -74,6 +75,7 @@ app.command("serve", rich_help_panel=_SERVE)(serve.serve)
 app.command("chat", rich_help_panel=_SERVE)(chat.chat)
 app.command("top", rich_help_panel=_SERVE)(top.top)
 app.command("swap-drafter", rich_help_panel=_SERVE)(swap_drafter.swap_drafter)
+app.command("new-key", rich_help_panel=_SERVE)(new_key.new_key)
 app.command("generate", rich_help_panel=_SERVE)(generate.generate)
 app.command("generate-data", rich_help_panel=_MAKE)(train.generate_data)
 app.command("train", rich_help_panel=_MAKE)(train.train)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_ray.cli.common import out
+from dspark_ray.core.env import client_headers
 from dspark_ray.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def swap_drafter(
     if starts + promote + roll_back > 1:
         raise ConfigError("start a trial, or end one with --promote or --roll-back: not both at once")
     base = url.rstrip("/").removesuffix("/v1")
-    with httpx.Client(base_url=base, timeout=600.0) as client:
+    with httpx.Client(base_url=base, timeout=600.0, headers=client_headers()) as client:
         if starts:
             body = {"path": path, "temperatures": temperatures, "kind": kind, "share": share}
             given = {key: value for key, value in body.items() if value is not None}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dspark_ray.cli.common import out
+from dspark_ray.core.env import client_headers
 from dspark_ray.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def top(
     from rich.live import Live
 
     base, view = url.rstrip("/").removesuffix("/v1"), View()
-    with httpx.Client(base_url=base, timeout=5.0) as client:
+    with httpx.Client(base_url=base, timeout=5.0, headers=client_headers()) as client:
 
         def look() -> "RenderableType":
             try:

@@ -317,6 +317,27 @@ class ObservabilityConfig(Section):
     traces: TracesConfig | None = Field(None, description="None: no spans")
 
 
+class SecurityConfig(Section):
+    """Who may ask. Without keys, anyone who reaches the server may do anything it offers."""
+
+    api_keys_file: str | None = Field(
+        None,
+        description="hashes of API keys, a JSON line each (`dspark-ray new-key`); read again when changed",
+    )
+    api_keys_from_environment: bool = Field(
+        False, description="the same lines, from $DSPARK_API_KEYS of the ingress processes"
+    )
+    open_metrics: bool = Field(False, description="/metrics without a key, for a scraper that has none")
+
+    @model_validator(mode="after")
+    def _check(self) -> "SecurityConfig":
+        if self.api_keys_file is not None and self.api_keys_from_environment:
+            raise ValueError("security: api_keys_file and api_keys_from_environment exclude each other")
+        if self.open_metrics and self.api_keys_file is None and not self.api_keys_from_environment:
+            raise ValueError("security.open_metrics means nothing without API keys: everything is open then")
+        return self
+
+
 class AppConfig(Section):
     """Everything `build_app` and the command line take: the `args` of one application in the Serve YAML."""
 
@@ -329,6 +350,7 @@ class AppConfig(Section):
     vllm: VllmConfig = VllmConfig()
     hardware: HardwareConfig = HardwareConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    security: SecurityConfig = SecurityConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "AppConfig":
@@ -439,7 +461,9 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
     if observability.record_path is not None:  # a folder to be made, where the shell is
         record_path = str((bases[0] / Path(observability.record_path).expanduser()).resolve())
         observability = observability.model_copy(update={"record_path": record_path})
+    keys_file = existing("security.api_keys_file", config.security.api_keys_file)
     changed = {
+        "security": config.security.model_copy(update={"api_keys_file": keys_file}),
         "model": model,
         "engine": engine,
         "speculation": speculation.model_copy(update=updates),

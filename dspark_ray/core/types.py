@@ -168,6 +168,7 @@ class Request:
     grammar: CompiledGrammar | None = None
     speculation_details: bool = False  # outputs say how their tokens came about
     adapter: AdapterRef | None = None  # of the target; None: the model itself
+    client: str = ""  # whose share of the queue it takes: the name of its API key
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from dspark_ray.core.env import client_headers
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.models.prompts import RawPrompt
 
@@ -130,7 +131,7 @@ def drive(
         gate = asyncio.Semaphore(concurrency)
         limits = httpx.Limits(max_connections=concurrency)
         async with httpx.AsyncClient(
-            base_url=url, timeout=_TIMEOUT, limits=limits, transport=transport
+            base_url=url, timeout=_TIMEOUT, limits=limits, transport=transport, headers=client_headers()
         ) as client:
 
             async def one(prompt: RawPrompt) -> ClientTiming:
@@ -169,7 +170,7 @@ def drive_open(
     async def run() -> LoadReport:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            base_url=url, timeout=_TIMEOUT, limits=limits, transport=transport
+            base_url=url, timeout=_TIMEOUT, limits=limits, transport=transport, headers=client_headers()
         ) as client:
             started = time.perf_counter()
 

@@ -125,11 +125,13 @@ def _pack_request(request: Request) -> list[Any]:
         request.grammar and astuple(request.grammar),
         request.speculation_details,
         request.adapter and astuple(request.adapter),
+        request.client,
     ]
 
 
 def _unpack_request(fields: Any) -> Request:
-    request_id, prompt, sampling, emitted, address, priority, session_key, grammar, details, adapter = fields
+    request_id, prompt, sampling, emitted, address, priority, session_key, grammar, *others = fields
+    details, adapter, client = others
     tier, level, target = priority
     return Request(
         request_id,
@@ -142,6 +144,7 @@ def _unpack_request(fields: Any) -> Request:
         grammar and CompiledGrammar(*grammar),
         details,
         adapter and AdapterRef(*adapter),
+        client,
     )
 
 

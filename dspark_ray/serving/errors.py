@@ -1,5 +1,6 @@
 """Errors as clients see them: OpenAI's body `{"error": {message, type, param, code}}` and an HTTP status."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,15 @@ RETRY_AFTER_S = 1
 
 class GenerationTimeoutError(DsparkError):
     """The request ran longer than `serving.request_timeout_s`; becomes a 504."""
+
+
+class RateLimitError(DsparkError):
+    """An API key asks for more than it may; becomes a 429. `kind` says of what: requests, tokens, ..."""
+
+    def __init__(self, message: str, kind: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,10 @@ def http_error(error: BaseException) -> HttpError:
     """The response for any exception; what is not ours tells the client nothing of our insides."""
     if isinstance(error, RequestError):
         body = error_body(error.message, "invalid_request_error", param=error.param, code=error.code)
-        return HttpError(error.status, body)
+        return HttpError(error.status, body, {"WWW-Authenticate": "Bearer"} if error.status == 401 else {})
+    if isinstance(error, RateLimitError):
+        body = error_body(str(error), error.kind, code="rate_limit_exceeded")
+        return HttpError(429, body, {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s)))})
     if isinstance(error, QueueFullError):
         body = error_body(str(error), "overloaded_error", code="queue_full")
         return HttpError(503, body, {"Retry-After": str(RETRY_AFTER_S)})

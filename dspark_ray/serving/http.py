@@ -13,15 +13,19 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from dspark_ray.core.clock import Clock
 from dspark_ray.core.config import AppConfig, HotSwapConfig
 from dspark_ray.core.errors import DsparkError, RequestError
 from dspark_ray.core.types import EngineStats
 from dspark_ray.serving import responses
+from dspark_ray.serving.access import Access, admitted, ticket_of
 from dspark_ray.serving.adapters import AdapterBook, LoadAdapter, UnloadAdapter
+from dspark_ray.serving.api_keys import KeyRing
 from dspark_ray.serving.body import validate
 from dspark_ray.serving.drafters import SwapDrafter, SwappingEngines, states_body, swap_order
 from dspark_ray.serving.errors import error_body, http_error
 from dspark_ray.serving.json_body import parse_object, read_body
+from dspark_ray.serving.limits import Accounts
 from dspark_ray.serving.parsing import (
     Job,
     ServedModel,
@@ -64,11 +68,17 @@ def build_api(
     fleet: Fleet,
     versions: dict[str, str],
     layers: Sequence[Middleware] = (),
+    keys: KeyRing | None = None,
+    clock: Clock | None = None,
 ) -> FastAPI:
-    """The whole HTTP surface of one application. layers: around all of it, the outermost first"""
+    """The whole HTTP surface of one application; without `keys` it is open to everyone. layers: around all of
+    it, the outermost first"""
     api = FastAPI(title="dspark-ray", version=versions.get("dspark_ray", ""))
     _add_error_handlers(api)
-    api.add_middleware(RequestIds)
+    if keys is not None:
+        accounts = Accounts(config.serving.num_ingress_replicas, clock)
+        api.add_middleware(Access, ring=keys, accounts=accounts, open_metrics=config.security.open_metrics)
+    api.add_middleware(RequestIds)  # around the other: refusals carry an id, too
     for layer in reversed(layers):
         api.add_middleware(layer.cls, *layer.args, **layer.kwargs)
     _add_generation(api, service, model, adapters)
@@ -105,9 +115,12 @@ def _add_generation(
         body = await _job_body(request, adapters)
         # Templates and tokenisation of a long prompt take long enough to stall every other stream.
         job = await asyncio.to_thread(parse, body, model, request_id_of(request))
+        ticket = ticket_of(request)
+        job = admitted(job, body, ticket)
+        meter = None if ticket is None else ticket.note
         if job.stream:
-            return _SseResponse(await service.stream(job))
-        return JSONResponse(await service.answer(job))
+            return _SseResponse(await service.stream(job, meter))
+        return JSONResponse(await service.answer(job, meter))
 
     @api.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

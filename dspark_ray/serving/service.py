@@ -41,6 +41,9 @@ class StreamWriter(Protocol):
         ...
 
 
+Meter = Callable[[int], None]
+"""Told of each output token once, so many at a time."""
+
 CompileGrammar = Callable[[str], Awaitable[CompiledGrammar]]
 """A structural tag, compiled; raises `RequestError` for one that cannot be."""
 
@@ -68,12 +71,12 @@ class CompletionService:
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     watch: WatchOutputs = unwatched
 
-    async def answer(self, job: Job) -> dict[str, Any]:
+    async def answer(self, job: Job, meter: Meter | None = None) -> dict[str, Any]:
         """The whole body. Raises `DsparkError`; cancelling it aborts the job's requests."""
         job = await self._constrained(job)
         answers = [Answer() for _ in job.requests]
         reasons = [FinishReason.STOP] * len(job.requests)
-        tally = _Tally(job)
+        tally = _Tally(job, meter)
         async with aclosing(self._events(job)) as events:
             async for event in events:
                 answers[event.index].add(event.delta, event.tokens)
@@ -84,13 +87,13 @@ class CompletionService:
             return response_body(job.response, answers[0], reasons[0], tally.body())
         return responses.full_body(job, answers, reasons, tally.body())
 
-    async def stream(self, job: Job) -> "EventStream":
+    async def stream(self, job: Job, meter: Meter | None = None) -> "EventStream":
         """Server-sent events, the first of which is ready when this returns.
 
         Raises `DsparkError` for what happens before the first token, so that it still gets its HTTP
         status; later failures become an error event.
         """
-        chunks = self._chunks(await self._constrained(job))
+        chunks = self._chunks(await self._constrained(job), meter)
         try:
             return EventStream(await anext(chunks), chunks)
         except BaseException:
@@ -103,8 +106,8 @@ class CompletionService:
             return job
         return job.with_grammar(await self.compile_grammar(job.constraint))
 
-    async def _chunks(self, job: Job) -> AsyncGenerator[bytes, None]:
-        tally = _Tally(job)
+    async def _chunks(self, job: Job, meter: Meter | None) -> AsyncGenerator[bytes, None]:
+        tally = _Tally(job, meter)
         writer: StreamWriter = (
             responses.ChunkWriter(job) if job.response is None else ResponseEvents(job.response)
         )
@@ -198,13 +201,16 @@ class EventStream:
 class _Tally:
     """Counts a job's usage as its events pass."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, meter: Meter | None) -> None:
         self._job = job
+        self._meter = meter
         self._num_tokens = [0] * len(job.requests)
         self._usages: list[RequestUsage | None] = [None] * len(job.requests)
 
     def add(self, event: ChoiceEvent) -> None:
         self._num_tokens[event.index] += event.num_tokens
+        if self._meter is not None:
+            self._meter(event.num_tokens)
         if event.usage is not None:
             # Accepted tokens behind a stop string are not part of the text: they count as rejected.
             accepted = min(event.usage.accepted_tokens, self._num_tokens[event.index])

@@ -79,20 +79,36 @@ async function* events(response) {
   }
 }
 
+// The API key, where the server wants one: asked for once, forgotten when the tab closes.
+function identity() {
+  const key = sessionStorage.getItem("api-key");
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+async function post(path, body) {
+  const ask = () => fetch(path, {
+    method: "POST",
+    signal: running.signal,
+    headers: { "Content-Type": "application/json", ...identity() },
+    body: JSON.stringify(body),
+  });
+  const response = await ask();
+  if (response.status !== 401) return response;
+  const key = window.prompt("This server wants an API key:");
+  if (!key) return response;
+  sessionStorage.setItem("api-key", key.trim());
+  return ask();
+}
+
 async function answer() {
   const text = article("assistant");
   const facts = { started: performance.now(), tokens: 0, decoded: 0, steps: 0, verified: 0, accepted: 0 };
   running = new AbortController();
   send.textContent = "Stop";
   try {
-    const response = await fetch("v1/chat/completions", {
-      method: "POST",
-      signal: running.signal,
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify({
-        model, messages, stream: true, speculation_details: true,
-        temperature: Number(element("temperature").value), max_tokens: Number(element("limit").value) || undefined,
-      }),
+    const response = await post("v1/chat/completions", {
+      model, messages, stream: true, speculation_details: true,
+      temperature: Number(element("temperature").value), max_tokens: Number(element("limit").value) || undefined,
     });
     if (!response.ok) throw new Error((await response.json()).error?.message ?? `HTTP ${response.status}`);
     for await (const event of events(response)) {
@@ -210,7 +226,7 @@ async function look() {
   const state = element("state");
   try {
     const [page, health] = await Promise.all([
-      fetch("metrics").then((response) => response.text()),
+      fetch("metrics", { headers: identity() }).then((response) => response.text()),
       fetch("health").then((response) => response.json()),
     ]);
     showFigures(parse(page));

@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 from dspark_ray.cli import bench, calibrate, common, evaluate, generate
 from dspark_ray.cli.common import MODES, LocalEngine, load_config
 from dspark_ray.cli.main import USER_ERROR, app
+from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
@@ -24,7 +25,7 @@ from tests.tiny_engine import tiny_drafter_dir, tiny_engine
 ROOT = Path(__file__).resolve().parents[3]
 COMMANDS = (
     "fetch", "serve", "chat", "generate", "generate-data",
-    "train", "evaluate", "calibrate", "profile", "bench", "simulate", "plan", "top",
+    "train", "evaluate", "calibrate", "profile", "bench", "simulate", "plan", "top", "new-key",
 )  # fmt: skip
 
 
@@ -262,3 +263,20 @@ def test_a_result_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot write"):
         common.write_json(tmp_path / "file" / "out.json", {})
+
+
+def test_a_new_key_opens_what_its_line_describes() -> None:
+    from dspark_ray.serving.api_keys import KeyRing, parse_keys
+
+    result = invoke("new-key", "--name", "alice", "--tier", "flex", "--requests-per-minute", 5)
+    assert result.exit_code == 0
+    (line,) = result.stdout.splitlines()
+    key = result.stderr.splitlines()[-1]
+    assert key not in result.stdout
+    ring = KeyRing(lambda: parse_keys([line], "test"), None, ManualClock())
+    found = ring.find(key)
+    assert found is not None
+    assert (found.name, found.tier.value, found.requests_per_minute) == ("alice", "flex", 5.0)
+    failed = invoke("new-key", "--name", "a b")
+    assert failed.exit_code == USER_ERROR
+    assert "--name" in failed.stderr
