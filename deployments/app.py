@@ -43,9 +43,9 @@ def assemble(config: AppConfig, factory: EngineFactory, text_factory: TextFactor
     server = _deployment(
         LLMServer,
         **replica_options(serving),
-        max_ongoing_requests=serving.max_ongoing_requests,
+        max_ongoing_requests=config.max_ongoing_requests,
         # Room for every running request of a replica that dies, beside an equal number of new ones.
-        max_queued_requests=serving.max_ongoing_requests * serving.most_replicas,
+        max_queued_requests=config.max_ongoing_requests * serving.most_replicas,
         placement_group_bundles=list(placement.bundles),
         placement_group_strategy=placement.strategy,
         request_router_config=router_config(serving),

@@ -98,6 +98,9 @@ class FakeEngine:
         running = self._requests.get(request_id)
         return None if running is None else self._usage(running)
 
+    def take_shed(self) -> list[tuple[str, QueueFullError]]:
+        return []
+
     def has_work(self) -> bool:
         return bool(self._requests)
 
@@ -260,6 +263,7 @@ class LocalServer:
         self.submitted.append(request)
         self.engine.add_request(request)
         end = self._ends[request.request_id] = asyncio.get_running_loop().create_future()
+        self._tell_shed()
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
         try:
@@ -296,6 +300,12 @@ class LocalServer:
                 ]
             for output in outputs:
                 self._deliver(output)
+            self._tell_shed()
+
+    def _tell_shed(self) -> None:
+        for request_id, error in self.engine.take_shed():
+            if request_id in self._ends and not self._ends[request_id].done():
+                self._ends[request_id].set_exception(error)
 
     def _deliver(self, output: RequestOutput) -> None:
         if output.request_id in self._streams:

@@ -18,6 +18,7 @@ from dspark_ray.core.vllm_config import VllmConfig
 
 DEFAULT_MODEL_ID = "smollm2-135m-instruct"
 DEFAULT_SOURCE = "default"
+REFUSED_AT_ONCE = 64  # requests that may be on their way to a replica whose queue is full
 NATIVE_DRAFTERS = ("none", "ngram", "dspark", "dflash", "eagle3", "mtp")
 MODEL_FREE_DRAFTERS = ("none", "ngram")
 BUNDLED_DRAFTERS = ("dspark", "mtp")  # some targets' checkpoints hold one: DeepSeek-V4's DSpark stages
@@ -223,7 +224,12 @@ class ServingConfig(Section):
     autoscaling: AutoscalingConfig | None = Field(None, description="None: num_replicas, always")
     num_ingress_replicas: int = Field(1, ge=1)
     replica_cpus: float = Field(1.0, ge=0.0, description="Ray CPUs reserved per engine actor")
-    max_ongoing_requests: int = Field(256, ge=1, description="per replica, running and queued")
+    max_ongoing_requests: int | None = Field(
+        None, ge=1, description="per replica; None: all that its engine runs and queues, so that it decides"
+    )
+    start_within_s: dict[ServiceTier, Annotated[float, Field(gt=0)]] = Field(
+        default_factory=dict, description="longest wait in a queue by tier; then a request is refused"
+    )
     router: Literal["goodput", "pow2"] = Field(
         "pow2",
         description="throughput that the request adds, or Serve's default: the shorter queue of two",
@@ -351,6 +357,13 @@ class AppConfig(Section):
     hardware: HardwareConfig = HardwareConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     security: SecurityConfig = SecurityConfig()
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        """Requests that a replica holds. More than its engine takes, so that the engine does the refusing: it
+        knows who goes first."""
+        room = self.engine.max_running + self.engine.max_waiting + REFUSED_AT_ONCE
+        return self.serving.max_ongoing_requests or room
 
     @model_validator(mode="after")
     def _check(self) -> "AppConfig":

@@ -49,6 +49,10 @@ class QueueFullError(DsparkError):
     """The bounded queue is full: becomes a 503 with Retry-After."""
 
 
+class StartDeadlineError(QueueFullError):
+    """A request that cannot start, or has not started, within the time that it was given."""
+
+
 class EngineDeadError(DsparkError):
     """The engine process is gone or its loop failed; the replica must be replaced."""
 

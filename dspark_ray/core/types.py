@@ -169,6 +169,8 @@ class Request:
     speculation_details: bool = False  # outputs say how their tokens came about
     adapter: AdapterRef | None = None  # of the target; None: the model itself
     client: str = ""  # whose share of the queue it takes: the name of its API key
+    start_within_ms: float | None = None  # longest wait in a queue; then it is refused
+    has_begun: bool = False  # part of an answer of which something was sent: never refused for want of room
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +286,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_refused: int = 0  # for want of room or time, at the door or out of the queue
     budget_tokens: float = 0.0  # draft budget, mean over the last second's steps
     step_predicted_ms: float = 0.0  # likewise
     step_measured_ms: float = 0.0

@@ -1,22 +1,22 @@
 """Who runs in the next step: the waiting queue, blocks for every row, preemption when they run out."""
 
-import bisect
 import itertools
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from dspark_ray.core.errors import QueueFullError, RequestError
+from dspark_ray.core.clock import Clock
+from dspark_ray.core.errors import RequestError
 from dspark_ray.core.types import Request
 from dspark_ray.engine.batch import Work
 from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.sequence import Sequence, new_sequence
+from dspark_ray.engine.waiting_queue import WaitingQueue
 from dspark_ray.models.adjust import AdjusterFactory, make_adjuster
 
 
 class Admission:
-    """First come, first served within a level of priority (`Sequence.turn`). Decoding requests go first;
-    prefill fills the rows that are left.
+    """Clients in turn within a level of priority (`Sequence.turn`). Decoding requests go first; prefill fills
+    the rows that are left.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Admission:
         max_step_rows: int,
         max_waiting: int,
         max_model_len: int,
+        clock: Clock,
         adjusters: Seq[AdjusterFactory] = (),
     ) -> None:
         """`forget_draft` is called for a request that loses its draft unverified, so that it is counted."""
@@ -35,10 +36,9 @@ class Admission:
         self._forget_draft = forget_draft
         self.max_running = max_running
         self.max_step_rows = max_step_rows
-        self.max_waiting = max_waiting
         self.max_model_len = max_model_len
         self._adjusters = tuple(adjusters)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = WaitingQueue(max_waiting, clock)
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.hit_tokens = 0
@@ -46,7 +46,7 @@ class Admission:
         self._arrivals = 0
 
     def add(self, request: Request) -> Sequence:
-        """Queues a request; refuses what can never run and what exceeds the queue."""
+        """Queues a request; refuses what can never run, and what the queue has no room or time for."""
         length = len(request.prompt_token_ids) + request.sampling.max_tokens
         if not request.prompt_token_ids:
             raise RequestError("the prompt is empty", param="prompt")
@@ -66,14 +66,12 @@ class Admission:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if len(self.waiting) >= self.max_waiting:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting already")
         adjuster = make_adjuster(request, self._adjusters)
         sequence = new_sequence(request, self._arrivals, adjuster)
         if request.adapter is not None:
             sequence.prefix_root = self.pool.root(request.adapter.digest)
-        self._queue(sequence)
         self._arrivals += 1
+        self.waiting.add(sequence)
         return sequence
 
     def pending_prefill_rows(self) -> int:
@@ -119,7 +117,7 @@ class Admission:
         for sequence in [s for s in self.running if not s.is_decoding]:
             rows_left -= _add_chunk(sequence, rows_left, work)
         while rows_left > 0 and self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first
             if not self._start(sequence):
                 break
             rows_left -= _add_chunk(sequence, rows_left, work)
@@ -143,7 +141,7 @@ class Admission:
         if taken is None:
             self.pool.release(matched)
             return False
-        self.waiting.popleft()
+        self.waiting.start_first()
         self.running.append(sequence)
         sequence.blocks = matched + taken
         sequence.num_registered = len(matched)
@@ -157,9 +155,6 @@ class Admission:
             self.hit_tokens += sequence.num_computed
             self.query_tokens += len(sequence.token_ids)
         return True
-
-    def _queue(self, sequence: Sequence) -> None:
-        self.waiting.insert(bisect.bisect(self.waiting, sequence.turn, key=lambda s: s.turn), sequence)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> None:
         """Blocks up to `num_tokens`, at the expense of those last in turn, its own at last."""
@@ -180,7 +175,7 @@ class Admission:
         self._free(sequence)
         sequence.survival_history.clear()
         sequence.zero_budget_steps = sequence.steps_since_draft = 0
-        self._queue(sequence)
+        self.waiting.put_back(sequence)
         self.num_preemptions += 1
 
     def _free(self, sequence: Sequence) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dspark_ray.core.clock import Clock
 from dspark_ray.core.config import AppConfig
-from dspark_ray.core.errors import DsparkError, RequestError
+from dspark_ray.core.errors import DsparkError, QueueFullError, RequestError
 from dspark_ray.core.types import (
     EngineStats,
     FinishReason,
@@ -98,6 +98,7 @@ class Engine:
             max_step_rows=config.engine.max_step_rows,
             max_waiting=config.engine.max_waiting,
             max_model_len=config.model.max_model_len,
+            clock=clock,
             # Grammars and the like first: a rule of the sampling parameters gives way to them.
             adjusters=(
                 *adjusters,
@@ -121,6 +122,7 @@ class Engine:
         self._clock = clock
         self._eos = frozenset(eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
+        self._shed: list[tuple[str, QueueFullError]] = []
         self._num_finished = self._num_aborted = 0
 
     # -- requests ----------------------------------------------------------------------------------
@@ -138,6 +140,7 @@ class Engine:
             raise
         sequence.queued_ms = self._clock.now_ms()
         self._sequences[request.request_id] = sequence
+        self._forget_shed()
         if self.recorder is not None:
             self.recorder.arrived(request.request_id)
 
@@ -159,6 +162,20 @@ class Engine:
         if self.recorder is not None:
             self.recorder.ended(sequence)
         return True
+
+    def take_shed(self) -> list[tuple[str, QueueFullError]]:
+        """Requests that had to leave the queue, since it was full or their time was up; each told once."""
+        shed, self._shed = self._shed, []
+        return shed
+
+    def _forget_shed(self) -> None:
+        for request_id, error in self.admission.waiting.take_shed():
+            sequence = self._sequences.pop(request_id)
+            sequence.finish_reason = FinishReason.ABORT
+            self.adapters.release(sequence.request.adapter)
+            if self.recorder is not None:
+                self.recorder.ended(sequence)
+            self._shed.append((request_id, error))
 
     def _drop(self, sequence: Sequence) -> None:
         self.admission.drop(sequence)
@@ -194,6 +211,8 @@ class Engine:
     def _plan(self) -> list[Work]:
         """Blocks first, then lengths by the budget, then prefill in the rows that are left."""
         self._coupling.expire()
+        self.admission.waiting.expire()
+        self._forget_shed()
         decoding = self.admission.make_room()
         room = [min(self.admission.draft_room(s), self._context_cap(s)) for s in decoding]
         explore = self.drafter is not None and self.drafter.wants_full_verification()
@@ -502,6 +521,7 @@ class Engine:
             num_preemptions=self.admission.num_preemptions,
             num_finished=self._num_finished,
             num_aborted=self._num_aborted,
+            num_refused=self.admission.waiting.num_refused,
             budget_tokens=recent.budget_tokens,
             step_predicted_ms=recent.predicted_ms,
             step_measured_ms=recent.measured_ms,

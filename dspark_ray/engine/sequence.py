@@ -52,7 +52,9 @@ class Sequence:
     steps_since_draft: int = 0
     queued_ms: float = 0.0  # on the engine's clock
     queue_ms: float | None = None  # how long it waited for its first row
-    has_started: bool = False  # stays true when it is preempted
+    tag: float = 0.0  # when its client's turn comes: scheduling/fair_share.py
+    cost: float = 1.0  # of its client's share
+    start_due_ms: float | None = None
     num_cached: int = 0
     num_drafted: int = 0
     num_verified: int = 0
@@ -78,11 +80,11 @@ class Sequence:
         return self.num_computed == len(self.token_ids) - 1 and self.num_output > 0
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def turn(self) -> tuple[float, int]:
         """Its place in the queue, the lower first; preempted in reverse. A level is worth a bounded number of
-        arrivals, so that whoever waits is overtaken by so many at most.
+        arrivals of each client, so that whoever waits is overtaken by so many at most.
         """
-        return self.arrival + LEVEL_ARRIVALS * self.request.priority.queue_level, self.arrival
+        return self.tag + LEVEL_ARRIVALS * self.request.priority.queue_level, self.arrival
 
     @property
     def num_prompt_logprobs_missing(self) -> int:
@@ -117,7 +119,7 @@ class Sequence:
 
 
 LEVEL_ARRIVALS = 64
-"""How many later requests a request goes ahead of per level of priority; a tier is a level."""
+"""How many later requests of each client a request goes ahead of per level of priority; a tier is a level."""
 
 STALE_STEPS = 2
 """How many drafts old the scores behind a budget are (design: "budget from scores ≥ 2 steps old")."""

@@ -178,6 +178,11 @@ METRICS: tuple[Metric, ...] = (
         "dspark_requests_finished_total", "Requests that ended by themselves.", lambda s: s.num_finished
     ),
     _counter("dspark_requests_aborted_total", "Requests ended by their client.", lambda s: s.num_aborted),
+    _counter(
+        "dspark_requests_refused_total",
+        "Requests turned away for want of room or time, at the door or out of the queue.",
+        lambda s: s.num_refused,
+    ),
     _counter("dspark_requests_preempted_total", "Preemptions for KV blocks.", lambda s: s.num_preemptions),
     _gauge("dspark_requests_running", "Requests being decoded or prefilled.", lambda s: s.num_running),
     _gauge("dspark_requests_waiting", "Requests in the queue.", lambda s: s.num_waiting),

@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from dspark_ray.core.clock import Clock, SystemClock
-from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
+from dspark_ray.core.errors import DsparkError, EngineDeadError
 from dspark_ray.core.types import Request, RequestOutput
 from dspark_ray.runtime.messages import Abort, Ends, Message, MessageError, Rejected, Stop, Submit, decode
 from dspark_ray.runtime.transport import Inbox, Outboxes
@@ -117,13 +117,8 @@ class EngineLink:
             case Ends(_, outputs):
                 for output in outputs:
                     self._resolve(output.request_id, output)
-            case Rejected(queue_full=True):
-                self._resolve(message.request_id, QueueFullError(message.message))
             case Rejected():
-                error = RequestError(
-                    message.message, param=message.param, status=message.status, code=message.code
-                )
-                self._resolve(message.request_id, error)
+                self._resolve(message.request_id, message.error())
             case _:
                 logger.warning("dropped a %s message: it is not for a server", type(message).__name__)
 

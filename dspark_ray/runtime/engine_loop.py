@@ -57,6 +57,10 @@ class StepEngine(Protocol):
         """What a request has cost so far; None if it is not here."""
         ...
 
+    def take_shed(self) -> list[tuple[str, QueueFullError]]:
+        """Requests that it had queued and will not run after all, each once, and what to tell them."""
+        ...
+
     def has_work(self) -> bool: ...
 
     def step(self) -> list[RequestOutput]: ...
@@ -145,6 +149,7 @@ class EngineLoop:
         self._answer_calls()
         if self._engine.has_work():
             self._deliver(self._step())
+        self._tell_shed()
         self._outboxes.flush()
         for address in self._outboxes.drop_dead():
             self._drop_peer(address)
@@ -211,14 +216,15 @@ class EngineLoop:
             self._reject(message, refusal)
 
     def _reject(self, message: Submit, error: RequestError | QueueFullError) -> None:
-        request_id = message.request.request_id
-        if isinstance(error, RequestError):
-            rejection = Rejected(
-                self._generation, request_id, error.message, False, error.param, error.status, error.code
-            )
-        else:
-            rejection = Rejected(self._generation, request_id, str(error), queue_full=True)
+        rejection = Rejected.of(self._generation, message.request.request_id, error)
         self._outboxes.send(message.server_address, rejection)
+
+    def _tell_shed(self) -> None:
+        """Requests that the engine has taken out of its queue."""
+        for request_id, error in self._engine.take_shed():
+            owner = self._owners.pop(request_id, None)
+            if owner is not None:  # else its peer has gone
+                self._reject(Submit(owner.request, owner.server_address), error)
 
     def _abort(self, request_id: str) -> None:
         usage = self._engine.usage(request_id)

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from dspark_ray.core.errors import DsparkError
+from dspark_ray.core.errors import DsparkError, QueueFullError, RequestError, StartDeadlineError
 from dspark_ray.core.types import (
     AdapterRef,
     CompiledGrammar,
@@ -25,6 +25,8 @@ from dspark_ray.core.types import (
     TierTerms,
     TokenLogprobs,
 )
+
+START_DEADLINE = "start_deadline"
 
 
 class MessageError(DsparkError):
@@ -95,6 +97,20 @@ class Rejected:
     status: int = 400
     code: str | None = None
 
+    @classmethod
+    def of(cls, generation: int, request_id: str, error: RequestError | QueueFullError) -> "Rejected":
+        if isinstance(error, RequestError):
+            told = (error.message, False, error.param, error.status, error.code)
+            return cls(generation, request_id, *told)
+        late = START_DEADLINE if isinstance(error, StartDeadlineError) else None
+        return cls(generation, request_id, str(error), queue_full=True, code=late)
+
+    def error(self) -> RequestError | QueueFullError:
+        """What it was made of."""
+        if not self.queue_full:
+            return RequestError(self.message, param=self.param, status=self.status, code=self.code)
+        return (StartDeadlineError if self.code == START_DEADLINE else QueueFullError)(self.message)
+
 
 Message = Submit | Abort | ApplyPlan | Stop | Tokens | Ends | Rejected
 
@@ -126,12 +142,14 @@ def _pack_request(request: Request) -> list[Any]:
         request.speculation_details,
         request.adapter and astuple(request.adapter),
         request.client,
+        request.start_within_ms,
+        request.has_begun,
     ]
 
 
 def _unpack_request(fields: Any) -> Request:
     request_id, prompt, sampling, emitted, address, priority, session_key, grammar, *others = fields
-    details, adapter, client = others
+    details, adapter, client, start_within_ms, has_begun = others
     tier, level, target = priority
     return Request(
         request_id,
@@ -145,6 +163,8 @@ def _unpack_request(fields: Any) -> Request:
         details,
         adapter and AdapterRef(*adapter),
         client,
+        start_within_ms,
+        has_begun,
     )
 
 

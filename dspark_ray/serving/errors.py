@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
+from dspark_ray.core.errors import (
+    DsparkError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    StartDeadlineError,
+)
 
 RETRY_AFTER_S = 1
 
@@ -48,7 +54,8 @@ def http_error(error: BaseException) -> HttpError:
         body = error_body(str(error), error.kind, code="rate_limit_exceeded")
         return HttpError(429, body, {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(error.retry_after_s)))})
     if isinstance(error, QueueFullError):
-        body = error_body(str(error), "overloaded_error", code="queue_full")
+        late = isinstance(error, StartDeadlineError)
+        body = error_body(str(error), "overloaded_error", code="start_deadline" if late else "queue_full")
         return HttpError(503, body, {"Retry-After": str(RETRY_AFTER_S)})
     if isinstance(error, GenerationTimeoutError):
         return HttpError(504, error_body(str(error), "server_error", code="timeout"))

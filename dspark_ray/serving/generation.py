@@ -8,6 +8,7 @@ arrive belong to nobody and are dropped: no token is sent twice.
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -72,8 +73,10 @@ class Generation:
     streams: Streams
     policy: RetryPolicy = RetryPolicy()
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    has_begun: Callable[[], bool] = lambda: False  # whether something of the whole answer was sent
 
     def __post_init__(self) -> None:
+        self._born_s = time.monotonic()
         self._emitted: list[int] = list(self.request.emitted_token_ids)
         self._attempt_id = ""
         self._aborted = False
@@ -99,7 +102,7 @@ class Generation:
                 return
             except (EngineDeadError, QueueFullError) as error:
                 step_errors += isinstance(error, StepError)
-                if attempt == 1 and isinstance(error, QueueFullError):
+                if attempt == 1 and isinstance(error, QueueFullError) and not self._is_begun():
                     raise
                 if attempt >= self.policy.max_attempts or step_errors >= self.policy.max_step_errors:
                     raise
@@ -108,6 +111,15 @@ class Generation:
                 yield ending
                 return
             await self.sleep(self.policy.backoff_s[min(attempt, len(self.policy.backoff_s)) - 1])
+
+    def _is_begun(self) -> bool:
+        return bool(self._emitted) or self.has_begun()
+
+    def _start_within_ms(self) -> float | None:
+        """What is left of its time to start; none counts once its answer has begun."""
+        if self.request.start_within_ms is None or self._is_begun():
+            return None
+        return max(0.0, self.request.start_within_ms - 1e3 * (time.monotonic() - self._born_s))
 
     def _ending_without_engine(self) -> RequestOutput | None:
         """The final output, where a lost attempt had nothing left to generate."""
@@ -124,6 +136,8 @@ class Generation:
             request_id=f"{self.request.request_id}.{number}",
             emitted_token_ids=tuple(self._emitted),
             reply_address=self.streams.address,
+            start_within_ms=self._start_within_ms(),
+            has_begun=self._is_begun(),
         )
         items = self.streams.open(request.request_id)
         call = asyncio.ensure_future(self.backend.submit(request))

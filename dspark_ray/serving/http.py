@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from dspark_ray.core.clock import Clock
-from dspark_ray.core.config import AppConfig, HotSwapConfig
+from dspark_ray.core.config import AppConfig, HotSwapConfig, ServingConfig
 from dspark_ray.core.errors import DsparkError, RequestError
 from dspark_ray.core.types import EngineStats
 from dspark_ray.serving import responses
@@ -81,7 +81,7 @@ def build_api(
     api.add_middleware(RequestIds)  # around the other: refusals carry an id, too
     for layer in reversed(layers):
         api.add_middleware(layer.cls, *layer.args, **layer.kwargs)
-    _add_generation(api, service, model, adapters)
+    _add_generation(api, service, model, adapters, config.serving)
     _add_tokenization(api, model, adapters)
     _add_models(api, model, adapters)
     if adapters.loads_at_run_time:
@@ -109,14 +109,18 @@ async def _job_body(request: Request, adapters: AdapterBook) -> dict[str, Any]:
 
 
 def _add_generation(
-    api: FastAPI, service: CompletionService, model: ServedModel, adapters: AdapterBook
+    api: FastAPI,
+    service: CompletionService,
+    model: ServedModel,
+    adapters: AdapterBook,
+    serving: ServingConfig,
 ) -> None:
     async def respond(request: Request, parse: ParseJob) -> Response:
         body = await _job_body(request, adapters)
         # Templates and tokenisation of a long prompt take long enough to stall every other stream.
         job = await asyncio.to_thread(parse, body, model, request_id_of(request))
         ticket = ticket_of(request)
-        job = admitted(job, body, ticket)
+        job = admitted(job, body, ticket).with_start_limits(serving.start_within_s)
         meter = None if ticket is None else ticket.note
         if job.stream:
             return _SseResponse(await service.stream(job, meter))

@@ -102,6 +102,13 @@ class Job:
         requests = tuple(replace(request, grammar=grammar) for request in self.requests)
         return replace(self, requests=requests, constraint=None)
 
+    def with_start_limits(self, limits_s: Mapping[ServiceTier, float]) -> "Job":
+        """The same, started within the time of its tier where it names none itself."""
+        limit_s = limits_s.get(self.requests[0].priority.tier)
+        if limit_s is None or self.requests[0].start_within_ms is not None:
+            return self
+        return replace(self, requests=tuple(replace(r, start_within_ms=1e3 * limit_s) for r in self.requests))
+
     @property
     def logprobs(self) -> bool:
         """Whether the answers tell log-probabilities."""
@@ -300,6 +307,7 @@ def _job(
                     session_key=fields.prompt_cache_key,
                     speculation_details=fields.speculation_details,
                     adapter=adapter,
+                    start_within_ms=None if fields.start_within_s is None else 1e3 * fields.start_within_s,
                 )
             )
     return Job(

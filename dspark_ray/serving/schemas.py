@@ -19,6 +19,7 @@ MAX_BAD_WORD_CHARS = 128
 MAX_LEVEL = 8
 MAX_TARGET_TOKENS_PER_S = 1e4
 MAX_KEY_CHARS = 256
+MAX_START_S = 3600.0
 MAX_TOP_LOGPROBS = 20
 INT32 = 1 << 31
 INT64 = 1 << 63
@@ -68,6 +69,9 @@ class GenerationFields(ConstraintFields):
     # Who goes first where there is not enough for all: docs/fleet.md.
     service_tier: Literal["auto", "default", "flex", "priority"] = "auto"
     priority: int = Field(0, ge=-MAX_LEVEL, le=MAX_LEVEL, description="the lower goes first")
+    start_within_s: float | None = Field(
+        None, gt=0.0, le=MAX_START_S, description="refused if it cannot start in time"
+    )
     target_tokens_per_second: float | None = Field(None, gt=0.0, le=MAX_TARGET_TOKENS_PER_S)
     prompt_cache_key: str = Field("", max_length=MAX_KEY_CHARS)
     include_stop_str_in_output: bool = False

@@ -132,7 +132,12 @@ class CompletionService:
         """The events of all choices as they come, under the job's time limit."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.timeout_s
-        choices = [self._choice(job, index) for index in range(len(job.requests))]
+        begun: list[bool] = []  # a stream's first event puts something in: no choice is refused any more
+
+        def has_begun() -> bool:
+            return bool(begun)
+
+        choices = [self._choice(job, index, has_begun) for index in range(len(job.requests))]
         async with aclosing(merge(choices)) as events:
             while True:
                 try:
@@ -143,11 +148,17 @@ class CompletionService:
                     raise GenerationTimeoutError(message) from error
                 if event is None:
                     return
+                if job.stream and not begun:
+                    begun.append(True)
                 yield event
 
-    async def _choice(self, job: Job, index: int) -> AsyncGenerator[ChoiceEvent, None]:
+    async def _choice(
+        self, job: Job, index: int, has_begun: Callable[[], bool]
+    ) -> AsyncGenerator[ChoiceEvent, None]:
         """One choice's text; a stop string ends it at once, only its usage is waited for."""
-        generation = Generation(job.requests[index], self.backend, self.streams, self.retry)
+        generation = Generation(
+            job.requests[index], self.backend, self.streams, self.retry, has_begun=has_begun
+        )
         text = ChoiceText(self.new_detokenizer(job.text), job.text.include_stop)
         reader = job.shape.reader()
         is_first = True

@@ -154,6 +154,10 @@ class VllmEngine:
         running = self._running.get(request_id)
         return None if running is None else running.outputs.usage(running.num_emitted)
 
+    def take_shed(self) -> list[tuple[str, QueueFullError]]:
+        """None: vLLM keeps what it has taken."""
+        return []
+
     def has_work(self) -> bool:
         return bool(self._running) or self._client.errored
 

@@ -39,6 +39,7 @@ def snapshot(engine_id: str = "engine-0", scale: int = 1, block_size: int = 3, *
         "num_preemptions": 1 * scale,
         "num_finished": 6 * scale,
         "num_aborted": 2 * scale,
+        "num_refused": 4 * scale,
         "budget_tokens": 5.5,
         "step_predicted_ms": 20.0,
         "step_measured_ms": 25.0,

@@ -60,7 +60,7 @@ MESSAGES: list[Message] = [
     Submit(Request("q", (1,), SamplingParams()), ""),
     Submit(Request("q", (1,), SamplingParams(), (), "", Priority(ServiceTier.FLEX, -2, 30.0), "chat 7"), ""),
     Submit(Request("q", (1,), SamplingParams(), speculation_details=True), ""),
-    Submit(Request("q", (1,), SamplingParams(), client="alice"), ""),
+    Submit(Request("q", (1,), SamplingParams(), client="alice", start_within_ms=5.0, has_begun=True), ""),
     Submit(Request("q", (1,), SamplingParams(), adapter=AdapterRef("sql", "/lora/sql", "digest")), ""),
     Abort("r"),
     ApplyPlan(StepPlan("a", 3, 4, "shared_cap", 12.5, 100.0)),
