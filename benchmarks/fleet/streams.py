@@ -1,0 +1,225 @@
+"""A crowd of streaming clients that check every token, for the timed engine whose text is known.
+
+Token i of an answer to a prompt of P tokens is `token_at(P + i)`: one lost, one sent twice or a stream that
+ended early shows, however it came about. A connection that broke is none of these: the client knows, and asks
+again.
+"""
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from dspark_ray.engine.timed import token_at
+from dspark_ray.models.fetch import resolve_model
+from dspark_ray.models.tokenizer import Tokenizer
+
+SILENCE_S = 40.0  # without a byte: the stream hangs
+PAUSE_S = 0.2  # before a client asks again
+PERIOD = 64  # of the texts
+
+
+def alphabet(source: str = "default") -> str:
+    """The character at each position modulo `PERIOD`."""
+    tokenizer = Tokenizer.load(resolve_model(source, weights=False))
+    characters = "".join(tokenizer.decode([token_at(position)]) for position in range(PERIOD))
+    assert len(set(characters)) == len(characters) == PERIOD, "each token is one character of its own"
+    return characters
+
+
+def fault_of(text: str, num_tokens: int, num_prompt_tokens: int, characters: str) -> str:
+    """What is wrong with a whole answer; empty: nothing."""
+    expected = "".join(characters[(num_prompt_tokens + i) % PERIOD] for i in range(num_tokens))
+    if text == expected:
+        return ""
+    place = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), len(expected))
+    return (
+        f"{len(text)} tokens instead of {num_tokens}, the first wrong one at {place}: {text[place:][:20]!r}"
+    )
+
+
+def gap_in(text: str, characters: str) -> str:
+    """What is wrong with the beginning of an answer; empty: nothing."""
+    if not text:
+        return ""
+    start = characters.find(text[0])
+    return fault_of(text, len(text), start, characters) if start >= 0 else f"no text of ours: {text[:20]!r}"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the requests."""
+
+    whole: int = 0  # each token once, to the end
+    lost: Counter[str] = field(default_factory=Counter)  # connections that broke, by how
+    refused: int = 0  # 429 or 503 with Retry-After
+    failed: list[str] = field(default_factory=list)  # errors that the server told, or should not have told
+    wrong: list[str] = field(default_factory=list)  # tokens lost, sent twice or cut off, without an error
+    hung: int = 0
+    marks: list[tuple[float, int]] = field(default_factory=list)  # monotonic seconds, tokens that arrived
+
+    def tokens_per_s(self, begin_s: float, end_s: float) -> float:
+        """Of all clients together between two times."""
+        return sum(count for at_s, count in self.marks if begin_s <= at_s < end_s) / (end_s - begin_s)
+
+    def back_after_s(self, fault_s: float, normal: float, window_s: float = 2.0) -> float | None:
+        """From the fault to the beginning of the first window with 95% of the normal rate; None: not yet."""
+        last_s, at_s = max((at for at, _ in self.marks), default=fault_s), fault_s
+        while at_s + window_s <= last_s:
+            if self.tokens_per_s(at_s, at_s + window_s) >= 0.95 * normal:
+                return round(at_s - fault_s, 1)
+            at_s += 0.1
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """How a client reads."""
+
+    pause_s: float = 0.0  # once, after the first text, without reading
+    leaves: bool = False  # after the first text
+
+
+class Crowd(threading.Thread):
+    """So many clients, each with one request after another, until `stop`; or each with one, if `once`."""
+
+    def __init__(
+        self,
+        url: str,
+        characters: str,
+        num_clients: int,
+        max_tokens: int,
+        *,
+        reader: Reader | None = None,
+        once: bool = False,
+        fields: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(daemon=True)
+        self.tally = Tally()
+        self._url = url
+        self._characters = characters
+        self._num_clients = num_clients
+        self._reader = reader or Reader()
+        self._once = once
+        self._body = {
+            "model": "timed",
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **(fields or {}),
+        }
+        self._stopped = threading.Event()
+
+    def stop(self, timeout_s: float = 60.0) -> Tally:
+        """No new requests; those under way are read to their end."""
+        self._stopped.set()
+        self.join(timeout_s)
+        if self.is_alive():
+            self.tally.hung += 1
+        return self.tally
+
+    def run(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        timeout = httpx.Timeout(SILENCE_S, connect=10.0)
+        async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as client:
+            await asyncio.gather(*(self._client(client, number) for number in range(self._num_clients)))
+
+    async def _client(self, client: httpx.AsyncClient, number: int) -> None:
+        num_asked = 0
+        while not self._stopped.is_set():
+            num_asked += 1
+            if not await self._ask(client, f"client {number} asks {num_asked} " + "again " * (number % 7)):
+                await asyncio.sleep(PAUSE_S)
+            if self._once:
+                return
+
+    async def _ask(self, client: httpx.AsyncClient, prompt: str) -> bool:
+        """One request; whether it was answered."""
+        tally, answer = self.tally, _Answer()
+        try:
+            body = {**self._body, "prompt": prompt}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                if response.status_code != 200:
+                    self._note_status(response.status_code, response.headers, await response.aread())
+                    return False
+                async for line in response.aiter_lines():
+                    if line.startswith("data:"):
+                        before = len(answer.text)
+                        answer.read(line.removeprefix("data:").strip())
+                        tally.marks.append((time.monotonic(), len(answer.text) - before))
+                        if before == 0 and answer.text:
+                            if self._reader.leaves:
+                                return True
+                            await asyncio.sleep(self._reader.pause_s)
+        except httpx.ReadTimeout:
+            tally.hung += 1
+            return False
+        except httpx.HTTPError as error:
+            tally.lost[type(error).__name__] += 1
+            if fault := gap_in(answer.text, self._characters):
+                tally.wrong.append(fault)
+            return False
+        if answer.error:
+            tally.failed.append(answer.error)
+        elif not answer.is_done:
+            tally.wrong.append(f"the stream of {len(answer.text)} tokens ended as if it were whole")
+        elif fault := fault_of(
+            answer.text, self._body["max_tokens"], answer.num_prompt_tokens, self._characters
+        ):
+            tally.wrong.append(fault)
+        else:
+            tally.whole += 1
+            return True
+        return False
+
+    def _note_status(self, status: int, headers: httpx.Headers, body: bytes) -> None:
+        """A 5xx without a body of ours is the proxy's, whose connection to the ingress broke."""
+        if status in (429, 503) and "retry-after" in headers:
+            self.tally.refused += 1
+        elif status >= 500 and b'"error"' not in body:
+            self.tally.lost[f"proxy's {status}"] += 1
+        elif status == 404 and b'"error"' not in body:
+            self.tally.lost["no route yet"] += 1
+        else:
+            self.tally.failed.append(f"{status} {body[:200]!r}")
+
+
+@dataclass(slots=True)
+class _Answer:
+    text: str = ""
+    num_prompt_tokens: int = 0
+    error: str = ""
+    is_done: bool = False
+
+    def read(self, data: str) -> None:
+        if data == "[DONE]":
+            self.is_done = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self.error = str(event["error"])
+        self.text += "".join(choice["text"] for choice in event.get("choices", ()))
+        if event.get("usage"):
+            self.num_prompt_tokens = event["usage"]["prompt_tokens"]
+
+
+def merged(tallies: Sequence[Tally]) -> Tally:
+    """Of several crowds together, without their marks."""
+    found = Tally()
+    for one in tallies:
+        found.whole += one.whole
+        found.lost += one.lost
+        found.refused += one.refused
+        found.failed += one.failed
+        found.wrong += one.wrong
+        found.hung += one.hung
+    return found
