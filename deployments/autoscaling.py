@@ -11,6 +11,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
+from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.scheduling.autoscale import (
     AutoscaleDecision,
     AutoscaleSettings,
@@ -43,6 +44,9 @@ class GoodputAutoscaler:
             min_replicas, max_replicas, target_utilization, queue_time_s, down_after_s
         )
         self._dry_run = dry_run
+        # Not Serve's `current_time`, the machine's date: set back by an hour, it would put off every removal
+        # by as much; set forward, it would remove at once.
+        self._clock: Clock = SystemClock()
         self._said: int | None = None
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -53,7 +57,7 @@ class GoodputAutoscaler:
             ctx.target_num_replicas,
             self._settings,
             state,
-            ctx.current_time or 0.0,
+            self._clock.now_ms() / 1e3,
         )
         self._say(ctx, decision)
         wanted = ctx.target_num_replicas if self._dry_run else decision.num_replicas

@@ -1,13 +1,14 @@
 """What every fault costs: processes killed alone and in pairs, a node lost, a freeze, a flood, bad clients.
 
-    python benchmarks/fleet/faults.py [--only NAME ...] [--name fleet-faults]
+    python benchmarks/fleet/faults.py [--only NAME ...] [--engine native] [--name fleet-faults]
     python benchmarks/fleet/faults.py --list
 
-Streaming clients load three replicas of the timed engine behind the whole application and check every token
-(streams.py). Each row: requests whole, failed or hung, answers with tokens lost or sent twice (`wrong`),
-connections that broke with the process that held them (`lost`), throughput in the seconds after the fault
-against those before (`rate`), the time until it is back to 95% and until all replicas are ready again, and
-what is left over. Times and rates are the timed engine's: simulated, on a machine that also runs the clients.
+Streaming clients load three replicas of the timed engine behind the whole application, or with --engine
+native two of the default model, and check every token (streams.py). Each row: requests whole, failed or hung,
+answers with tokens lost or sent twice (`wrong`), connections that broke with the process that held them
+(`lost`), throughput in the seconds after the fault against those before (`rate`), the time until it is at 95%
+again and until all replicas are ready again, and what is left over. Times and rates of the timed engine are
+simulated, on a machine that also runs the clients.
 Writes benchmarks/results/NAME.json and NAME.md. The exit status is 1 if a row fails.
 
 A killed ingress or proxy breaks its clients' connections. Such a request counts as `lost`, not as failed, if
@@ -21,12 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import httpx
 from local_fleet import (
+    PROJECT_DIR,
     TIMED_LABEL,
     Application,
     header,
@@ -37,23 +40,27 @@ from local_fleet import (
     wait_until,
     write_result,
 )
-from streams import Crowd, Reader, Tally, alphabet, merged
+from streams import Crowd, KnownTexts, Reader, Tally, TimedTexts, merged
 
+from dspark_ray.cli.common import load_config
 from dspark_ray.core.config import AppConfig, parse_app_config
 
 Row = dict[str, Any]
 
 NUM_REPLICAS, NUM_CLIENTS, MAX_TOKENS = 3, 12, 90
 ROWS, VERIFY_MS = (1, 16, 64, 512), (80.0, 90.0, 110.0, 400.0)
+NATIVE_REPLICAS, NATIVE_CLIENTS = 2, 4
+HALF_SPEED, NODE_LOSS = "a replica at half speed", "node loss"
+NATIVE_CASES = ("scheduler", "engine", "server", "engine + server")
 BEFORE_S, AFTER_S, LONG_S = 5.0, 5.0, 15.0
 RECOVERY_S = 90.0
 TITLES = {
-    "scheduler": "ray::SchedulerActor",
-    "engine": "ray::EngineActor",
+    "scheduler": "SchedulerActor",
+    "engine": "EngineActor",
     "server": ":LLMServer",
     "ingress": ":Ingress",
-    "proxy": "ray::ProxyActor",
-    "controller": "ray::ServeController",
+    "proxy": "ProxyActor",
+    "controller": "ServeController",
 }
 HOLD_CONNECTIONS = {"ingress", "proxy"}
 COLUMNS = (
@@ -71,7 +78,7 @@ COLUMNS = (
 )
 
 
-def config(folder: Path, factors: Sequence[float] = (1.0,) * NUM_REPLICAS) -> AppConfig:
+def timed_config(folder: Path, factors: Sequence[float] = (1.0,) * NUM_REPLICAS) -> AppConfig:
     """Every third draft token is wrong and all others right: throughput knows no chance."""
     tables = save_tables(folder, factors, ROWS, VERIFY_MS)
     timed = {"step_tables": tables, "acceptance": [[1.0, 1.0, 0.0]], "concentration": None}
@@ -90,19 +97,45 @@ def config(folder: Path, factors: Sequence[float] = (1.0,) * NUM_REPLICAS) -> Ap
     )
 
 
+def native_config() -> AppConfig:
+    """The default model on two replicas with a thread each."""
+    config = load_config(PROJECT_DIR / "configs" / "smollm2-135m-cpu.yaml")
+    engine = config.engine.model_copy(update={"kv_num_blocks": 512, "num_threads": 1})
+    serving = config.serving.model_copy(
+        update={"num_replicas": NATIVE_REPLICAS, "replica_cpus": 0.1, "router": "goodput"}
+    )
+    return config.model_copy(update={"engine": engine, "serving": serving})
+
+
 @dataclass(frozen=True)
 class Bench:
     """The running application and what its cases share."""
 
     application: Application
-    characters: str
     num_replicas: int = NUM_REPLICAS
+    num_clients: int = NUM_CLIENTS
+    model: str = "timed"
+    texts: KnownTexts | None = None  # None: the timed engine's
 
-    def crowd(self, num_clients: int = NUM_CLIENTS, max_tokens: int = MAX_TOKENS, **options: Any) -> Crowd:
+    def crowd(self, num_clients: int, max_tokens: int = MAX_TOKENS, **options: Any) -> Crowd:
         """Clients that have begun."""
-        crowd = Crowd(self.application.url, self.characters, num_clients, max_tokens, **options)
+        checker = self.texts or TimedTexts.load(max_tokens)
+        crowd = Crowd(
+            self.application.url, checker, prompts(num_clients), max_tokens, model=self.model, **options
+        )
         crowd.start()
         return crowd
+
+    def with_known_texts(self) -> "Bench":
+        """What the model answers now is what it must answer later."""
+        texts = {}
+        for prompt in prompts(self.num_clients):
+            body = {"model": self.model, "prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
+            answer = httpx.post(
+                f"{self.application.url}/v1/completions", json={**body, "temperature": 0.0}, timeout=120.0
+            )
+            texts[prompt] = answer.raise_for_status().json()["choices"][0]["text"]
+        return replace(self, texts=KnownTexts(texts))
 
     def counts(self) -> dict[str, int]:
         """Processes by what they are."""
@@ -146,7 +179,7 @@ class Case:
 
     def run(self, bench: Bench) -> Row:
         """The row."""
-        crowd = bench.crowd()
+        crowd = bench.crowd(bench.num_clients)
         time.sleep(3.0)  # all streams are under way
         begun_s = time.monotonic()
         time.sleep(self.window_s)
@@ -198,6 +231,11 @@ class Case:
         except TimeoutError:
             return bench.left_over()
         return {}
+
+
+def prompts(number: int) -> list[str]:
+    """Of so many clients, of several lengths."""
+    return [f"Client {client} asks again" + " and again" * (client % 7) for client in range(number)]
 
 
 def kill(*victims: str) -> Callable[[Bench], None]:
@@ -264,13 +302,12 @@ def cases() -> list[Case]:
     return found
 
 
-def half_speed(base_url: str, folder: Path, characters: str) -> Row:
+def half_speed(base_url: str, folder: Path) -> Row:
     """One replica at half the speed of the others, against none: what the fleet still gives."""
     rates, tallies, shares = [], [], []
     for number, factors in enumerate(((1.0,) * NUM_REPLICAS, (1.0, 1.0, 2.0))):
-        with running(base_url, config(folder, factors), f"half-{number}") as application:
-            bench = Bench(application, characters)
-            crowd = bench.crowd()
+        with running(base_url, timed_config(folder, factors), f"half-{number}") as application:
+            crowd = Bench(application).crowd(NUM_CLIENTS)
             time.sleep(3.0)
             before, begun_s = application.stats(), time.monotonic()
             time.sleep(LONG_S)
@@ -284,7 +321,7 @@ def half_speed(base_url: str, folder: Path, characters: str) -> Row:
     tally, rate = merged(tallies), rates[1] / rates[0]
     clean = not (tally.failed or tally.wrong or tally.hung or tally.lost)
     return {
-        "fault": "a replica at half speed",
+        "fault": HALF_SPEED,
         "whole": tally.whole,
         "failed": len(tally.failed),
         "wrong": len(tally.wrong),
@@ -300,7 +337,7 @@ def half_speed(base_url: str, folder: Path, characters: str) -> Row:
     }
 
 
-def node_loss(folder: Path, characters: str) -> Row:
+def node_loss(folder: Path) -> Row:
     """Two nodes with a replica each; one is killed, another comes."""
     import ray
     from local_fleet import free_port, prepare_environment
@@ -308,7 +345,7 @@ def node_loss(folder: Path, characters: str) -> Row:
     from ray.cluster_utils import Cluster
 
     prepare_environment()
-    changed = config(folder, (1.0, 1.0))
+    changed = timed_config(folder, (1.0, 1.0))
     changed = changed.model_copy(
         update={"serving": changed.serving.model_copy(update={"replica_cpus": 1.0, "num_replicas": 2})}
     )
@@ -328,7 +365,7 @@ def node_loss(folder: Path, characters: str) -> Row:
 
         with running(f"http://127.0.0.1:{port}", changed, "nodes") as application:
             # The ingress takes no CPU: it may have been on either node.
-            return Case("node loss", inject, may_lose=True).run(Bench(application, characters, 2))
+            return Case(NODE_LOSS, inject, may_lose=True).run(Bench(application, 2))
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -355,14 +392,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = [*(case.name for case in cases()), "a replica at half speed", "node loss"]
-    parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME")
+    known = [*(case.name for case in cases()), HALF_SPEED, NODE_LOSS]
+    parser.add_argument("--only", nargs="+", choices=known, metavar="NAME", help="default: all")
+    parser.add_argument("--engine", choices=("timed", "native"), default="timed")
     parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--name", default="fleet-faults", help="of the result files")
+    parser.add_argument("--name", help="of the result files; default: fleet-faults[-native]")
     options = parser.parse_args()
     if options.list:
         print("\n".join(known))
         return 0
+    is_native = options.engine == "native"
+    only = options.only or (NATIVE_CASES if is_native else known)
 
     rows: list[Row] = []
 
@@ -370,21 +410,26 @@ def main() -> int:
         rows.append(row)
         print(row, flush=True)
 
-    characters = alphabet()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         with local_cluster() as base_url:
-            chosen = [case for case in cases() if case.name in options.only]
+            chosen = [case for case in cases() if case.name in only]
             if chosen:
-                with running(base_url, config(folder), "faults") as application:
-                    bench = Bench(application, characters)
+                config = native_config() if is_native else timed_config(folder)
+                with running(base_url, config, "faults") as application:
+                    bench = Bench(application)
+                    if is_native:
+                        bench = Bench(application, NATIVE_REPLICAS, NATIVE_CLIENTS, config.model.id)
+                        bench = bench.with_known_texts()
                     for case in chosen:
                         note(case.run(bench))
-            if "a replica at half speed" in options.only:
-                note(half_speed(base_url, folder, characters))
-        if "node loss" in options.only:
-            note(node_loss(folder, characters))
-    path = write_result(options.name, {**header(TIMED_LABEL), "rows": rows})
+            if HALF_SPEED in only and not is_native:
+                note(half_speed(base_url, folder))
+        if NODE_LOSS in only and not is_native:
+            note(node_loss(folder))
+    label = "native engine; rates are of characters" if is_native else TIMED_LABEL
+    file_name = options.name or ("fleet-faults-native" if is_native else "fleet-faults")
+    path = write_result(file_name, {**header(label), "rows": rows})
     path.with_suffix(".md").write_text(table(rows), encoding="utf-8")
     print(table(rows))
     return 0 if all(row["passed"] for row in rows) else 1

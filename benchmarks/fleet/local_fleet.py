@@ -36,11 +36,12 @@ RESULTS_DIR = PROJECT_DIR / "benchmarks" / "results"
 READY_TIMEOUT_S = 180.0
 TIMED_LABEL = "timed engine: simulated figures"
 
-_ENVIRONMENT = {
+_ENVIRONMENT = {  # as `dspark-ray serve` has it
     "RAY_AUTH_MODE": "disabled",
     "RAY_worker_niceness": "0",  # else the workers starve beside anything else that runs here
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy.middlewares",  # as `dspark-ray serve`
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy.middlewares",
 }
 
 

@@ -1,8 +1,8 @@
-"""A crowd of streaming clients that check every token, for the timed engine whose text is known.
+"""A crowd of streaming clients that check every token.
 
-Token i of an answer to a prompt of P tokens is `token_at(P + i)`: one lost, one sent twice or a stream that
-ended early shows, however it came about. A connection that broke is none of these: the client knows, and asks
-again.
+The timed engine's text is known: token i of an answer to a prompt of P tokens is `token_at(P + i)`. A real
+model's greedy text is that of the same request when nothing was wrong. A token lost, one sent twice and a
+stream that ended early all show. A connection that broke is none of these: the client knows, and asks again.
 """
 
 import asyncio
@@ -10,9 +10,9 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 import httpx
 
@@ -25,31 +25,66 @@ PAUSE_S = 0.2  # before a client asks again
 PERIOD = 64  # of the texts
 
 
-def alphabet(source: str = "default") -> str:
-    """The character at each position modulo `PERIOD`."""
-    tokenizer = Tokenizer.load(resolve_model(source, weights=False))
-    characters = "".join(tokenizer.decode([token_at(position)]) for position in range(PERIOD))
-    assert len(set(characters)) == len(characters) == PERIOD, "each token is one character of its own"
-    return characters
+class Checker(Protocol):
+    """Knows what texts should be; both methods return what is wrong, or nothing."""
+
+    def fault_of(self, prompt: str, text: str, num_prompt_tokens: int) -> str:
+        """Of a whole answer."""
+        ...
+
+    def gap_in(self, prompt: str, text: str) -> str:
+        """Of the beginning of one."""
+        ...
 
 
-def fault_of(text: str, num_tokens: int, num_prompt_tokens: int, characters: str) -> str:
-    """What is wrong with a whole answer; empty: nothing."""
-    expected = "".join(characters[(num_prompt_tokens + i) % PERIOD] for i in range(num_tokens))
+@dataclass(frozen=True, slots=True)
+class TimedTexts:
+    """Of the timed engine: each token is one character, which says where it stands."""
+
+    characters: str  # by position modulo `PERIOD`
+    max_tokens: int
+
+    @classmethod
+    def load(cls, max_tokens: int, source: str = "default") -> "TimedTexts":
+        tokenizer = Tokenizer.load(resolve_model(source, weights=False))
+        characters = "".join(tokenizer.decode([token_at(position)]) for position in range(PERIOD))
+        assert len(set(characters)) == len(characters) == PERIOD, "each token is one character of its own"
+        return cls(characters, max_tokens)
+
+    def fault_of(self, prompt: str, text: str, num_prompt_tokens: int) -> str:
+        return difference(text, self._text(num_prompt_tokens, self.max_tokens))
+
+    def gap_in(self, prompt: str, text: str) -> str:
+        start = self.characters.find(text[:1])
+        return difference(text, self._text(start, len(text)))
+
+    def _text(self, position: int, num_tokens: int) -> str:
+        return "".join(self.characters[(position + i) % PERIOD] for i in range(num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTexts:
+    """Of any engine: as they were when asked for before, by prompt."""
+
+    texts: Mapping[str, str]
+
+    def fault_of(self, prompt: str, text: str, num_prompt_tokens: int) -> str:
+        return difference(text, self.texts[prompt])
+
+    def gap_in(self, prompt: str, text: str) -> str:
+        return difference(text, self.texts[prompt][: len(text)])
+
+
+def difference(text: str, expected: str) -> str:
+    """Where a text leaves the expected one; empty: nowhere."""
     if text == expected:
         return ""
-    place = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), len(expected))
+    place = next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), None)
+    place = min(len(text), len(expected)) if place is None else place
     return (
-        f"{len(text)} tokens instead of {num_tokens}, the first wrong one at {place}: {text[place:][:20]!r}"
+        f"{len(text)} characters for {len(expected)}; {text[place:][:20]!r} for {expected[place:][:20]!r} "
+        f"from {place}"
     )
-
-
-def gap_in(text: str, characters: str) -> str:
-    """What is wrong with the beginning of an answer; empty: nothing."""
-    if not text:
-        return ""
-    start = characters.find(text[0])
-    return fault_of(text, len(text), start, characters) if start >= 0 else f"no text of ours: {text[:20]!r}"
 
 
 @dataclass(slots=True)
@@ -87,32 +122,33 @@ class Reader:
 
 
 class Crowd(threading.Thread):
-    """So many clients, each with one request after another, until `stop`; or each with one, if `once`."""
+    """A client a prompt, each with one request after another, until `stop`; or each with one, if `once`."""
 
     def __init__(
         self,
         url: str,
-        characters: str,
-        num_clients: int,
+        checker: Checker,
+        prompts: Sequence[str],
         max_tokens: int,
         *,
         reader: Reader | None = None,
         once: bool = False,
-        fields: dict[str, Any] | None = None,
+        model: str = "timed",
     ) -> None:
         super().__init__(daemon=True)
         self.tally = Tally()
         self._url = url
-        self._characters = characters
-        self._num_clients = num_clients
+        self._checker = checker
+        self._prompts = prompts
         self._reader = reader or Reader()
         self._once = once
         self._body = {
-            "model": "timed",
             "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **(fields or {}),
+            "model": model,
         }
         self._stopped = threading.Event()
 
@@ -131,15 +167,13 @@ class Crowd(threading.Thread):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx.Timeout(SILENCE_S, connect=10.0)
         async with httpx.AsyncClient(base_url=self._url, timeout=timeout, limits=limits) as client:
-            await asyncio.gather(*(self._client(client, number) for number in range(self._num_clients)))
+            await asyncio.gather(*(self._client(client, prompt) for prompt in self._prompts))
 
-    async def _client(self, client: httpx.AsyncClient, number: int) -> None:
-        num_asked = 0
-        while not self._stopped.is_set():
-            num_asked += 1
-            if not await self._ask(client, f"client {number} asks {num_asked} " + "again " * (number % 7)):
+    async def _client(self, client: httpx.AsyncClient, prompt: str) -> None:
+        while True:
+            if not await self._ask(client, prompt):
                 await asyncio.sleep(PAUSE_S)
-            if self._once:
+            if self._once or self._stopped.is_set():
                 return
 
     async def _ask(self, client: httpx.AsyncClient, prompt: str) -> bool:
@@ -165,16 +199,14 @@ class Crowd(threading.Thread):
             return False
         except httpx.HTTPError as error:
             tally.lost[type(error).__name__] += 1
-            if fault := gap_in(answer.text, self._characters):
+            if fault := self._checker.gap_in(prompt, answer.text):
                 tally.wrong.append(fault)
             return False
         if answer.error:
             tally.failed.append(answer.error)
         elif not answer.is_done:
             tally.wrong.append(f"the stream of {len(answer.text)} tokens ended as if it were whole")
-        elif fault := fault_of(
-            answer.text, self._body["max_tokens"], answer.num_prompt_tokens, self._characters
-        ):
+        elif fault := self._checker.fault_of(prompt, answer.text, answer.num_prompt_tokens):
             tally.wrong.append(fault)
         else:
             tally.whole += 1

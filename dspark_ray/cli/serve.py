@@ -118,10 +118,12 @@ def _environment() -> dict[str, str]:
     """The project is importable in Ray's processes even when it is run from its folder, not installed."""
     paths = [str(PROJECT_DIR), str(PROJECT_DIR / "kernels"), os.environ.get("PYTHONPATH", "")]
     # Ray lowers its workers' priority (nice 15) and gives Serve's proxy 5 s to start: on a small machine an
-    # engine would then run behind everything else, and a slow start would be taken for a failure.
+    # engine would then run behind everything else, and a slow start would be taken for a failure. And a dead
+    # proxy is replaced after three checks, ten seconds apart by default: nobody is served meanwhile.
     defaults = {
         "RAY_worker_niceness": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy.middlewares",
     }
     python_path = os.pathsep.join(path for path in paths if path)

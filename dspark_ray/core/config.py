@@ -231,7 +231,7 @@ class ServingConfig(Section):
         default_factory=dict, description="longest wait in a queue by tier; then a request is refused"
     )
     router: Literal["goodput", "pow2"] = Field(
-        "pow2",
+        "goodput",
         description="throughput that the request adds, or Serve's default: the shorter queue of two",
     )
     router_stats_period_s: float = Field(0.5, ge=0.05, description="age that loads may reach (goodput)")

@@ -5,7 +5,7 @@ score = what the replica's throughput gains with one more request
       − what the request itself loses while it waits for a place or for KV blocks.
 
 Prefix-cache affinity and session stickiness are both cached tokens of the second term. Loads are some
-hundred milliseconds old, so each request looks at two replicas by chance, beside those that have its
+hundred milliseconds old, so each request looks at a few replicas by chance, beside those that have its
 beginning: always taking the best of all would send every request of that time to one of them.
 """
 
@@ -23,6 +23,7 @@ from dspark_ray.scheduling.load import ReplicaLoad
 CHUNK_TOKENS = 64  # beginnings are compared in steps of so many tokens
 MAX_CHUNKS = 64  # of one prompt: what lies beyond is not looked at
 MAX_KNOWN = 100_000  # beginnings and sessions remembered
+NUM_CHOICES = 4  # by chance; with two, an unequal fleet's slow replicas are too often the better of a pair
 EXPECTED_TOKENS = 256  # a request that may emit more is expected to emit so many
 
 
@@ -102,14 +103,14 @@ def rank(
     cached_tokens: Mapping[str, int],
     rng: random.Random,
 ) -> list[str]:
-    """All replicas, best first: two by chance and those with cached tokens by their score, then the others by
+    """All replicas, best first: a few by chance and those with cached tokens by score, then the others by
     chance. loads: None for a replica that has not reported; it counts as the first that has. Never empty
     unless `loads` is.
     """
     order = list(loads)
     rng.shuffle(order)
     known = next((load for load in loads.values() if load is not None and load.rates), None)
-    chosen = [*order[:2], *(name for name in order[2:] if name in cached_tokens)]
+    chosen = [*order[:NUM_CHOICES], *(name for name in order[NUM_CHOICES:] if name in cached_tokens)]
 
     def worth(name: str) -> tuple[float, int]:
         load = loads[name] or known

@@ -1,4 +1,7 @@
-"""Clocks go forwards; the manual one only when told to."""
+"""Clocks go forwards; the manual one only when told to. Nothing is decided by the machine's date."""
+
+import ast
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +21,28 @@ def test_no_clock_goes_backwards() -> None:
     clock = SystemClock()
     times_ms = [clock.now_ms() for _ in range(100)]
     assert times_ms == sorted(times_ms)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVED = ("core", "scheduling", "engine", "vllm_engine", "runtime", "serving", "observability")
+WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime", "time.gmtime"}
+# Dates in answers, and a number for each incarnation of an engine, which is also told apart by its name.
+DATES = {"serving/http.py": 2, "serving/parsing.py": 1, "runtime/engine_actor.py": 1}
+
+
+def test_the_date_decides_nothing() -> None:
+    """Whoever sets the machine's clock must not delay, drop or scale anything."""
+    folders = [*(ROOT / "dspark_ray" / name for name in SERVED), ROOT / "deployments"]
+    found: dict[str, int] = {}
+    for path in (path for folder in folders for path in sorted(folder.rglob("*.py"))):
+        calls = [
+            ast.unparse(node.func)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Call)
+        ]
+        number = sum(call.removeprefix("datetime.") in WALL_CLOCK or call in WALL_CLOCK for call in calls)
+        if number:
+            found[
+                str(path.relative_to(ROOT / "dspark_ray") if "deployments" not in path.parts else path.name)
+            ] = number
+    assert found == DATES

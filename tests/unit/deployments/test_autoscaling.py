@@ -9,6 +9,7 @@ from ray.serve.config import AutoscalingConfig
 from deployments import autoscaling
 from deployments.app import replica_options
 from deployments.autoscaling import GoodputAutoscaler
+from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AutoscalingConfig as Settings
 from dspark_ray.core.config import ServingConfig
 
@@ -28,17 +29,39 @@ def context(metrics: dict[str, Any], **fields: Any) -> Any:
     )
 
 
-def policy(**keys: Any) -> GoodputAutoscaler:
-    return GoodputAutoscaler(**Settings(max_replicas=3, **keys).model_dump(mode="json"))
+def policy(clock: ManualClock | None = None, **keys: Any) -> GoodputAutoscaler:
+    made = GoodputAutoscaler(**Settings(max_replicas=3, **keys).model_dump(mode="json"))
+    made._clock = clock or ManualClock()
+    return made
 
 
 def test_a_busy_replica_gets_another_and_the_state_goes_on() -> None:
     metrics = {name: {"a": value} for name, value in FIGURES.items()}
-    wanted, state = policy()(context(metrics))
+    clock = ManualClock(5000.0)
+    busy = policy(clock)
+    wanted, state = busy(context(metrics))
     assert wanted == 2
-    again, later = policy()(context(metrics, policy_state=state, target_num_replicas=2, current_time=6.0))
+    clock.advance(1000.0)
+    again, later = busy(context(metrics, policy_state=state, target_num_replicas=2))
     assert again == 2
     assert later["dspark"]["at_s"] == 6.0
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_jump_of_the_machines_clock_changes_nothing(jump_s: float) -> None:
+    idle = {**FIGURES, "emitted_tokens_per_s": 5.0, "num_requests": 1.0}
+    metrics = {name: {"a": value} for name, value in idle.items()}
+    clock, wall_s, state, wanted = ManualClock(), 1e9, {}, []
+    patient = policy(clock, down_after_s=10.0)
+    for second in range(16):
+        wall_s += jump_s if second == 3 else 1.0
+        clock.advance(1000.0)
+        number, state = patient(
+            context(metrics, policy_state=state, target_num_replicas=2, current_time=wall_s)
+        )
+        wanted.append(number)
+    assert wanted[:10] == [2] * 10
+    assert 1 in wanted[10:]
 
 
 def test_incomplete_figures_change_nothing() -> None:
