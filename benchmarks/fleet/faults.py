@@ -52,7 +52,7 @@ ROWS, VERIFY_MS = (1, 16, 64, 512), (80.0, 90.0, 110.0, 400.0)
 NATIVE_REPLICAS, NATIVE_CLIENTS = 2, 4
 HALF_SPEED, NODE_LOSS = "a replica at half speed", "node loss"
 NATIVE_CASES = ("scheduler", "engine", "server", "engine + server")
-BEFORE_S, AFTER_S, LONG_S = 5.0, 5.0, 15.0
+BEFORE_S, AFTER_S, LONG_S = 4.0, 4.0, 15.0
 RECOVERY_S = 90.0
 TITLES = {
     "scheduler": "SchedulerActor",
