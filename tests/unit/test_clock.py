@@ -26,10 +26,11 @@ def test_no_clock_goes_backwards() -> None:
 ROOT = Path(__file__).resolve().parents[2]
 SERVED = ("core", "scheduling", "engine", "vllm_engine", "runtime", "serving", "observability")
 WALL_CLOCK = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime", "time.gmtime"}
-# Dates in answers, and a number for each incarnation of an engine, which is also told apart by its name.
+# Dates in answers and traces; a number for each incarnation of an engine, which its name tells apart, too.
 DATES = {
     "dspark_ray/serving/http.py": 2,
     "dspark_ray/serving/parsing.py": 1,
+    "dspark_ray/serving/tracing.py": 3,
     "dspark_ray/runtime/engine_actor.py": 1,
 }
 

@@ -70,7 +70,8 @@ async def test_the_next_in_rank_follows_one_that_is_gone() -> None:
     replicas = [_replica("fast", FAST), _replica("slow", LOAD)]
     assert await _names(_router(), replicas) == ["fast", "slow"]
     assert await _names(_router(), replicas[1:]) == ["slow"]  # Serve leaves dead ones out
-    assert await _names(_router(), [_replica("fast", FAST), _replica("new")]) == ["fast", "new"]
+    new = [_replica("fast", FAST), _replica("new")]
+    assert await _names(_router({"fast": 2, "new": 0}), new) == ["new", "fast"]  # taken to be as fast
 
 
 async def test_a_resumed_request_goes_where_its_beginning_is_but_never_only_there() -> None:
