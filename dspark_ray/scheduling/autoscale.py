@@ -15,7 +15,7 @@ from dspark_ray.scheduling.load import capacity_at
 
 _RISE_S, _FALL_S = 2.0, 15.0  # time constants of the smoothed demand: quick to rise, slow to fall
 _DOWN_SHARE = 0.85  # of the utilisation aimed at, that the remaining replicas may have after a removal
-_UNKNOWN_TOKENS = 128.0  # of a request, before any has ended
+UNKNOWN_TOKENS = 128.0  # of a request, before any has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class AutoscaleState:
     demand_tokens_per_s: float = 0.0  # smoothed
     enough_since_s: float | None = None  # since when fewer replicas would have been enough
     replica_capacity: float = 0.0  # tokens/s, mean of the last replicas that knew theirs
-    tokens_per_request: float = _UNKNOWN_TOKENS
+    tokens_per_request: float = UNKNOWN_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def replica_demand(
     """From two snapshots of one engine; without an earlier one nothing is known to be emitted."""
     emitted = stats.counters.emitted_tokens
     before = emitted if previous is None else previous.counters.emitted_tokens
-    per_request = emitted / stats.num_finished if stats.num_finished else _UNKNOWN_TOKENS
+    per_request = emitted / stats.num_finished if stats.num_finished else UNKNOWN_TOKENS
     return ReplicaDemand(
         emitted_tokens_per_s=max(0.0, (emitted - before) / elapsed_s) if elapsed_s > 0 else 0.0,
         waiting_tokens=stats.num_waiting * per_request,

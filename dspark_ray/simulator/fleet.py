@@ -65,6 +65,8 @@ class Fleet:
         self._started = 0
         self._queue = _Queues(count, places)
         self.last_verified = np.zeros(count)  # draft tokens of the last step
+        self.num_emitted = np.zeros(count, dtype=np.int64)  # tokens, of each replica
+        self.num_ended = np.zeros(count, dtype=np.int64)  # answers
         self._finished: list[Floats] = []
 
     # -- what the router and the scheduler see --------------------------------------------------------
@@ -195,6 +197,7 @@ class Fleet:
         self._left[place] -= first
         tokens = tokens + first
         self._emitted[place] += tokens
+        self.num_emitted[replicas] += tokens.sum(axis=1)
         remaining = self._left[place]
         ended = live & (remaining <= 0) & (decoding | first)
         still = (decoding | first) & ~ended
@@ -247,6 +250,7 @@ class Fleet:
         mine = replicas[rows]
         at_ms = now_ms[rows] + step_ms[rows] * own_steps[rows, slots]
         self._live[mine, slots] = False
+        np.add.at(self.num_ended, mine, 1)
         self._tally.answers(
             arrival_ms=self._arrival_ms[mine, slots],
             first_ms=self._first_ms[mine, slots],

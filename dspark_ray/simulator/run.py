@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dspark_ray.core.types import FleetView, IntArray, StepPlan, SurvivalReport
 from dspark_ray.scheduling.fleet import FLEET_POLICIES
@@ -26,6 +27,7 @@ from dspark_ray.simulator.fleet import Fleet, Limits
 from dspark_ray.simulator.law import ExactLaw, Law, LoadLaw, Machine
 from dspark_ray.simulator.policy import SpeculationSettings
 from dspark_ray.simulator.routing import ROUTERS, ReplicaFacts
+from dspark_ray.simulator.scaling import Presence, Scaling
 from dspark_ray.simulator.scenario import LengthSpec, Scenario, SpeculationSpec, TaskSpec
 from dspark_ray.simulator.tally import Tally
 from dspark_ray.simulator.workload import (
@@ -142,12 +144,16 @@ class _Simulation:
         self._events = sorted(((f.at_s * 1e3, f.replica, False) for f in scenario.faults), reverse=True)
         self._plans = _Plans(scenario, setting, self._law, self._fleet)
         self._homeless: list[Batch] = []
+        scaling = scenario.autoscaling
+        self._scaling = None if scaling is None else Scaling(scaling, self._fleet, _facts(setting))
+        self._presence = Presence(len(setting.kinds), scenario.warm_up_s * 1e3)
 
     def run(self, on_progress: OnProgress | None) -> Result:
         closed = self._scenario.arrivals.kind == "closed"
         now_ms = 0.0
         while now_ms < self._duration_ms:
             self._due_events(now_ms)
+            self._scale(now_ms)
             until_ms = now_ms + self._scenario.window_ms
             self._place(self._workload.take(until_ms))
             if closed:  # an answer's end is the next arrival: one step at a time
@@ -156,6 +162,7 @@ class _Simulation:
             self._plans.round(now_ms)
             finished = self._fleet.advance(until_ms)
             self._place(self._workload.finished(finished.at_ms))
+            self._presence.pay(self._paid(), until_ms)
             now_ms = until_ms
             if self._bounded and not self._fleet.has_work():
                 break
@@ -166,7 +173,7 @@ class _Simulation:
     def _place(self, batch: Batch) -> None:
         """Arrivals to replicas; while none is ready they wait."""
         waiting = [*self._homeless, batch]
-        ready = np.flatnonzero(self._fleet.up)
+        ready = np.flatnonzero(self._ready())
         self._homeless = []
         for item in waiting:
             if not len(item):
@@ -176,31 +183,64 @@ class _Simulation:
                 continue
             self._fleet.submit(item, self._router.choose(item, self._fleet.load(), ready))
 
+    def _ready(self) -> NDArray[np.bool_]:
+        return self._fleet.up if self._scaling is None else self._scaling.ready
+
+    def _paid(self) -> NDArray[np.bool_]:
+        """Without autoscaling, a replica that died is paid for until its successor is there."""
+        if self._scaling is None:
+            return np.ones_like(self._fleet.up)
+        return self._fleet.up | self._scaling.starting
+
+    def _scale(self, now_ms: float) -> None:
+        scaling = self._scaling
+        if scaling is not None:
+            orders = scaling.round(now_ms, sum(map(len, self._homeless)))
+            for replica in orders.start:
+                self._order(int(replica), now_ms)
+            scaling.starting[orders.cancel] = False
+        self._presence.note(now_ms, self._ready(), self._paid())
+
+    def _order(self, replica: int, now_ms: float) -> None:
+        """A replica that will be ready after its kind's start-up time."""
+        if self._scaling is not None:
+            self._scaling.starting[replica] = True
+        ready_ms = now_ms + self._start_up_ms[self._setting.kinds[replica]]
+        self._events = [e for e in self._events if e[1:] != (replica, True)]  # an order that was cancelled
+        self._events.append((ready_ms, replica, True))
+        self._events.sort(reverse=True)
+
     def _due_events(self, now_ms: float) -> None:
         while self._events and self._events[-1][0] <= now_ms:
             at_ms, replica, starts = self._events.pop()
             if starts:
-                self._fleet.start(replica, at_ms)
+                self._begin(replica, at_ms)
             elif self._fleet.up[replica]:
                 self._homeless.append(self._fleet.fail(replica))
-                ready_ms = at_ms + self._start_up_ms[self._setting.kinds[replica]]
-                self._events.append((ready_ms, replica, True))
-                self._events.sort(reverse=True)
+                if self._scaling is None or not self._scaling.draining[replica]:
+                    self._order(replica, at_ms)
+
+    def _begin(self, replica: int, at_ms: float) -> None:
+        if self._scaling is not None:
+            if not self._scaling.starting[replica]:
+                return  # cancelled
+            self._scaling.starting[replica] = False
+        self._fleet.start(replica, at_ms)
 
     def _result(self) -> Result:
         figures = self._tally.figures(self._law.drafted_tokens())
-        hours = figures["measured_s"] / 3600
-        prices = [kind.price_per_hour * kind.count for kind in self._scenario.replicas]
-        cost = sum(prices) * hours
+        prices = np.array([kind.price_per_hour for kind in self._scenario.replicas])[self._setting.kinds]
+        hours = self._presence.paid_ms / 3.6e6
+        cost = float((prices * hours).sum())
         good = figures["goodput_tokens_per_s"] * figures["measured_s"]
         figures |= {
-            "replicas": len(self._setting.kinds),
+            "replicas": self._presence.mean,
             "cost": cost,
             "cost_per_million_good_tokens": cost / good * 1e6 if good else None,
             "law": "exact" if self._law.exact else "load",
             "unanswered": int((self._fleet.num_running + self._fleet.num_waiting).sum()),
         }
-        return Result(figures, self._tally.timeline(len(self._setting.kinds)))
+        return Result(figures, self._tally.timeline(self._presence.ready_at))
 
 
 class _Plans:

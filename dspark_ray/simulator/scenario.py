@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from dspark_ray.core.config import EngineConfig, SchedulerConfig
+from dspark_ray.core.config import AutoscalingConfig, EngineConfig, SchedulerConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.section import Section
 from dspark_ray.core.types import VerificationMode
@@ -122,6 +122,9 @@ class Scenario(Section):
     replicas: list[ReplicaSpec] = Field(min_length=1)
     speculation: SpeculationSpec = SpeculationSpec()
     scheduler: SchedulerConfig = SchedulerConfig()
+    autoscaling: AutoscalingConfig | None = Field(
+        None, description="`serving.autoscaling`: begins with min_replicas; `replicas` are all there may be"
+    )
     router: str = Field("power_of_two", description="a name of simulator/routing.py")
     arrivals: ArrivalSpec
     tasks: list[TaskSpec] = Field(min_length=1)
@@ -151,6 +154,10 @@ class Scenario(Section):
         if self.warm_up_s >= self.duration_s:
             raise ValueError("warm_up_s must be less than duration_s")
         count = sum(spec.count for spec in self.replicas)
+        if self.autoscaling is not None and self.autoscaling.max_replicas > count:
+            raise ValueError(
+                f"autoscaling.max_replicas is {self.autoscaling.max_replicas}, and there are {count} replicas"
+            )
         for fault in self.faults:
             if fault.replica >= count:
                 raise ValueError(f"faults: there is no replica {fault.replica}; there are {count}")

@@ -1,5 +1,6 @@
 """What a simulation is judged by, counted as it goes: nothing is kept for each request."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -145,16 +146,21 @@ class Tally:
             "drafted_tokens": drafted_tokens,
         }
 
-    def timeline(self, num_replicas: int) -> list[dict[str, float]]:
-        """By time: tokens per second, budget and decoding requests a step, busy share of the fleet."""
+    def timeline(self, replicas_at: Callable[[Floats], IntArray]) -> list[dict[str, float]]:
+        """By time: tokens per second, budget and decoding requests a step, replicas and how busy they are.
+
+        replicas_at: how many were ready. ms [n] → [n]
+        """
         t = self._timeline
+        replicas = replicas_at((np.arange(_TIMELINE_POINTS) + 0.5) * self._width_ms)
         return [
             {
                 "from_s": index * self._width_ms / 1e3,
                 "tokens_per_s": float(t["tokens"][index] / self._width_ms * 1e3),
                 "budget_tokens": float(t["verified"][index] / max(t["steps"][index], 1.0)),
                 "requests_decoding": float(t["requests"][index] / max(t["busy_ms"][index], 1e-9)),
-                "busy_share": float(t["busy_ms"][index] / self._width_ms / num_replicas),
+                "replicas": int(replicas[index]),
+                "busy_share": float(t["busy_ms"][index] / self._width_ms / max(replicas[index], 1)),
             }
             for index in range(_TIMELINE_POINTS)
             if t["steps"][index]
