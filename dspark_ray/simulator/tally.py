@@ -152,7 +152,7 @@ class Tally:
         replicas_at: how many were ready. ms [n] → [n]
         """
         t = self._timeline
-        replicas = replicas_at((np.arange(_TIMELINE_POINTS) + 0.5) * self._width_ms)
+        replicas = replicas_at(np.asarray((np.arange(_TIMELINE_POINTS) + 0.5) * self._width_ms))
         return [
             {
                 "from_s": index * self._width_ms / 1e3,
