@@ -29,9 +29,16 @@ class Stream(threading.Thread):
         self.at_middle = threading.Event()
         self.text = ""
         self.last: dict[str, Any] = {}
+        self.broken: httpx.HTTPError | None = None  # the connection
         self.start()
 
     def run(self) -> None:
+        try:
+            self._read()
+        except httpx.HTTPError as error:
+            self.broken = error
+
+    def _read(self) -> None:
         body = {"model": "fake", "prompt": PROMPT, "max_tokens": self._num_tokens, "stream": True}
         with self._fleet.client.stream("POST", "/v1/completions", json=body, timeout=120.0) as response:
             for line in response.iter_lines():
@@ -45,6 +52,7 @@ class Stream(threading.Thread):
         """It ended as if nothing had happened."""
         self.join(timeout=120.0)
         assert not self.is_alive()
+        assert self.broken is None
         assert "error" not in self.last, self.last
         assert self.text == EXPECTED[: self._num_tokens]
         assert self.last["choices"][0]["finish_reason"] == "length"
@@ -142,11 +150,30 @@ def test_a_dead_replica_costs_no_token(fleet: Fleet, victim: str) -> None:
     eventually(lambda: fleet.client.get("/ready").json()["replicas"]["ready"] == 2, timeout_s=5.0)
 
 
+def test_a_dead_ingress_breaks_its_connections_and_no_answer_looks_whole(fleet: Fleet) -> None:
+    streams = [Stream(fleet) for _ in range(3)]
+    assert all(stream.at_middle.wait(30.0) for stream in streams)
+    ray.kill(_serve_replica(f"{fleet.app_name}#Ingress#"))
+    for stream in streams:
+        stream.join(timeout=30.0)
+        assert not stream.is_alive()
+        assert stream.broken is not None
+        assert EXPECTED.startswith(stream.text)
+    eventually(lambda: fleet.client.get("/ready").status_code == 200, timeout_s=60.0)
+    eventually(fleet.is_idle)  # nobody reads those tokens any more
+    after = Stream(fleet, num_tokens=200)
+    after.check()
+
+
 def _server_of(fleet: Fleet, engine_name: str) -> Any:
     """The Serve replica that owns an engine; both names end with the replica's id."""
-    replica_id = engine_name.rsplit(":", 1)[1]
+    return _serve_replica(engine_name.rsplit(":", 1)[1])
+
+
+def _serve_replica(part: str) -> Any:
+    """The one whose name contains `part`."""
     names = [entry["name"] for entry in ray.util.list_named_actors(all_namespaces=True)]
-    (name,) = [name for name in names if name.startswith("SERVE_REPLICA") and name.endswith(replica_id)]
+    (name,) = [name for name in names if name.startswith("SERVE_REPLICA") and part in name]
     return ray.get_actor(name, "serve")
 
 
