@@ -104,13 +104,18 @@ class Tally:
         return sum(count for at_s, count in self.marks if begin_s <= at_s < end_s) / (end_s - begin_s)
 
     def back_after_s(self, fault_s: float, normal: float, window_s: float = 2.0) -> float | None:
-        """From the fault to the beginning of the first window with 95% of the normal rate; None: not yet."""
+        """From the fault to the first window with 95% of the normal rate that follows one with less; 0: none
+        had less; None: it is not back.
+        """
         last_s, at_s = max((at for at, _ in self.marks), default=fault_s), fault_s
+        has_dipped = False
         while at_s + window_s <= last_s:
-            if self.tokens_per_s(at_s, at_s + window_s) >= 0.95 * normal:
+            is_normal = self.tokens_per_s(at_s, at_s + window_s) >= 0.95 * normal
+            if is_normal and has_dipped:
                 return round(at_s - fault_s, 1)
+            has_dipped = has_dipped or not is_normal
             at_s += 0.1
-        return None
+        return None if has_dipped else 0.0
 
 
 @dataclass(frozen=True, slots=True)

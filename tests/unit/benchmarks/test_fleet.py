@@ -40,13 +40,15 @@ def test_known_texts_are_compared_from_their_beginning() -> None:
     assert "from 4" in texts.fault_of("p", "once", 3)
 
 
-def test_recovery_is_the_first_window_at_the_normal_rate() -> None:
+def test_recovery_is_the_first_normal_window_after_a_dip() -> None:
     from streams import Tally
 
     marks = [(t / 10, 1) for t in range(100) if not 50 <= t < 70]  # nothing from 5 s to 7 s
     tally = Tally(marks=marks)
     assert tally.tokens_per_s(0.0, 5.0) == pytest.approx(10.0)
     assert tally.back_after_s(5.0, 10.0) == pytest.approx(1.9, abs=0.15)
+    assert tally.back_after_s(3.0, 10.0) == pytest.approx(3.9, abs=0.15)  # the dip comes later
+    assert tally.back_after_s(7.0, 10.0) == 0.0
     assert tally.back_after_s(5.0, 20.0) is None
 
 
