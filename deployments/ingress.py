@@ -29,6 +29,7 @@ from dspark_ray.serving.grammar_compiler import GrammarCompiler
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.logprobs import TextOfToken
 from dspark_ray.serving.parsing import served_model
+from dspark_ray.serving.request_log import RequestLog
 from dspark_ray.serving.service import CompletionService
 from dspark_ray.serving.text import NewDetokenizer, Tokenizer
 from dspark_ray.serving.traces import Traces
@@ -110,6 +111,8 @@ class Ingress:
         self._streams = TokenStream(context, bind_inbox(context, ray.util.get_node_ip_address()))
         self._streams.start()
         self._traces = Traces(config)
+        log = config.observability.request_log
+        self._request_log = None if log is None else RequestLog(log)
         app_name = serve.get_replica_context().app_name
         self._fleet = EngineFleet(app_name)
         directory = AdapterDirectory(app_name)
@@ -137,6 +140,7 @@ class Ingress:
             _versions(),
             self._traces.layers,
             self._keys,
+            note=None if self._request_log is None else self._request_log.note,
         )
 
     async def __del__(self) -> None:
@@ -145,6 +149,8 @@ class Ingress:
             await self._streams.close()
             await self._text.grammars.close()
             await asyncio.to_thread(self._traces.close)
+            if self._request_log is not None:
+                await asyncio.to_thread(self._request_log.close)
 
 
 def _versions() -> dict[str, str]:

@@ -18,6 +18,7 @@ from dspark_ray.serving.api_keys import KeyRing
 from dspark_ray.serving.generation import RetryPolicy
 from dspark_ray.serving.http import build_api
 from dspark_ray.serving.parsing import served_model
+from dspark_ray.serving.request_log import NoteBody
 from dspark_ray.serving.service import CompletionService, WatchOutputs, unwatched
 from tests.fakes import FakeDirectory, LocalServer, OneEngineFleet
 
@@ -51,6 +52,7 @@ class LocalApp:
         watch: WatchOutputs = unwatched,
         layers: Sequence[Middleware] = (),
         keys: KeyRing | None = None,
+        note: NoteBody | None = None,
         key_clock: Clock | None = None,
         **retry: Any,
     ) -> None:
@@ -78,6 +80,7 @@ class LocalApp:
             layers,
             keys,
             key_clock,
+            note,
         )
         transport = httpx.ASGITransport(self.api, raise_app_exceptions=False)
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=None)

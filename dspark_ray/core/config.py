@@ -313,6 +313,20 @@ class TracesConfig(Section):
     steps: bool = Field(False, description="an event for each step of a request")
 
 
+class RequestLogConfig(Section):
+    """Prompts of clients, for training a drafter on them."""
+
+    folder: str = Field(description="of a file for each ingress process; prompts are personal data: guard it")
+    sample_ratio: float = Field(1.0, gt=0.0, le=1.0, description="of the requests")
+    redact: str | None = Field(
+        None,
+        pattern=r"^[\w.]+:\w+$",
+        description="`package.module:function`: takes a line (a dict), returns what may be written, or None",
+    )
+    max_file_mib: int = Field(64, ge=1)
+    max_files: int = Field(8, ge=2, description="of a process; the oldest is deleted")
+
+
 class ObservabilityConfig(Section):
     """What is counted and written down."""
 
@@ -321,6 +335,7 @@ class ObservabilityConfig(Section):
     )
     goodput: GoodputConfig = GoodputConfig()
     traces: TracesConfig | None = Field(None, description="None: no spans")
+    request_log: RequestLogConfig | None = Field(None, description="None: prompts are written nowhere")
 
 
 class SecurityConfig(Section):
@@ -474,6 +489,10 @@ def with_absolute_paths(config: AppConfig, bases: Sequence[Path]) -> AppConfig:
     if observability.record_path is not None:  # a folder to be made, where the shell is
         record_path = str((bases[0] / Path(observability.record_path).expanduser()).resolve())
         observability = observability.model_copy(update={"record_path": record_path})
+    if (request_log := observability.request_log) is not None:
+        folder = str((bases[0] / Path(request_log.folder).expanduser()).resolve())
+        request_log = request_log.model_copy(update={"folder": folder})
+        observability = observability.model_copy(update={"request_log": request_log})
     keys_file = existing("security.api_keys_file", config.security.api_keys_file)
     changed = {
         "security": config.security.model_copy(update={"api_keys_file": keys_file}),

@@ -35,6 +35,7 @@ from dspark_ray.serving.parsing import (
     parse_response,
 )
 from dspark_ray.serving.request_id import RequestIds, request_id_of
+from dspark_ray.serving.request_log import NoteBody
 from dspark_ray.serving.service import CompletionService, EventStream
 from dspark_ray.serving.status import Readiness, status_body
 from dspark_ray.serving.tokenization import detokenize, tokenize
@@ -70,9 +71,10 @@ def build_api(
     layers: Sequence[Middleware] = (),
     keys: KeyRing | None = None,
     clock: Clock | None = None,
+    note: NoteBody | None = None,
 ) -> FastAPI:
     """The whole HTTP surface of one application; without `keys` it is open to everyone. layers: around all of
-    it, the outermost first"""
+    it, the outermost first. note: is told every body that is accepted"""
     api = FastAPI(title="dspark-ray", version=versions.get("dspark_ray", ""))
     _add_error_handlers(api)
     if keys is not None:
@@ -81,7 +83,7 @@ def build_api(
     api.add_middleware(RequestIds)  # around the other: refusals carry an id, too
     for layer in reversed(layers):
         api.add_middleware(layer.cls, *layer.args, **layer.kwargs)
-    _add_generation(api, service, model, adapters, config.serving)
+    _add_generation(api, service, model, adapters, config.serving, note)
     _add_tokenization(api, model, adapters)
     _add_models(api, model, adapters)
     if adapters.loads_at_run_time:
@@ -114,6 +116,7 @@ def _add_generation(
     model: ServedModel,
     adapters: AdapterBook,
     serving: ServingConfig,
+    note: NoteBody | None,
 ) -> None:
     async def respond(request: Request, parse: ParseJob) -> Response:
         body = await _job_body(request, adapters)
@@ -122,6 +125,8 @@ def _add_generation(
         ticket = ticket_of(request)
         job = admitted(job, body, ticket).with_start_limits(serving.start_within_s)
         meter = None if ticket is None else ticket.note
+        if note is not None:
+            note(body)
         if job.stream:
             return _SseResponse(await service.stream(job, meter))
         return JSONResponse(await service.answer(job, meter))
