@@ -19,10 +19,10 @@ from dspark_ray.core.types import (
     VerificationMode,
 )
 from dspark_ray.engine.sequence import STALE_STEPS, Sequence
-from dspark_ray.scheduling.cap import TokenBucket
+from dspark_ray.scheduling.cap import TokenBucket, draft_token_cap
 from dspark_ray.scheduling.drafting import Costs, Drafting
 from dspark_ray.scheduling.gate import GateSettings, should_draft
-from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView
+from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView, length_rule
 from dspark_ray.scheduling.live_costs import LiveCosts
 from dspark_ray.scheduling.load import Rates, request_counts, throughput_curve
 from dspark_ray.scheduling.lockstep import within_step
@@ -97,7 +97,7 @@ class BudgetPlanner:
             max_lens[row] = longest if limit is None else min(longest, limit)
         drafted_ms = self._draft_ms(int((max_lens > 0).sum()), self._num_drafted_tokens)
         cost_ms = self._cost_ms(count, load, int(max_lens.sum()), drafted_ms)
-        cap_tokens = self._cap(count, load, now_ms)
+        cap_tokens = draft_token_cap(count, load.prefill_rows, self._max_step_rows, self.bucket, now_ms)
         if self.group_step_ms is not None and self.table is not None:
             cost_ms, free_tokens = within_step(cost_ms, self.group_step_ms)
             cap_tokens = min(cap_tokens, free_tokens)
@@ -113,7 +113,7 @@ class BudgetPlanner:
             threshold=self._config.threshold,
             claims=self._claims(decoding),
         )
-        rule = VerificationMode.FIXED.value if explore else self._rule()
+        rule = VerificationMode.FIXED.value if explore else length_rule(self.mode, self.table)
         decision = LENGTH_RULES.get(rule)(view)
         self.verified_in_full = rule == VerificationMode.FIXED.value and decision.budget == max_lens.sum()
         if self.bucket is not None:
@@ -202,14 +202,6 @@ class BudgetPlanner:
         whole_ms = self.table.verify_cost_ms(self._max_step_rows) - self.table.verify_cost_ms(1)
         return whole_ms / (self._max_step_rows - 1)
 
-    def _rule(self) -> str:
-        # No table, or a flat one: nothing is known to cost anything, so everything is verified.
-        if self.mode in (VerificationMode.ADAPTIVE, VerificationMode.ALGORITHM1) and (
-            self.table is None or self.table.is_flat()
-        ):
-            return VerificationMode.FIXED.value
-        return self.mode.value
-
     def _cost_ms(self, count: int, load: Load, max_tokens: int, draft_ms: float) -> np.ndarray:
         if self.costs is None:
             return np.ones(max_tokens + 1)
@@ -233,12 +225,6 @@ class BudgetPlanner:
             group_step_ms=self.group_step_ms or 0.0,
             claims=self._claims(candidates),
         )
-
-    def _cap(self, count: int, load: Load, now_ms: float) -> int:
-        """Draft tokens that fit in the step's rows, and in the shared cap's share if there is one."""
-        reserve = min(load.prefill_rows, self._max_step_rows // 4)  # prefill is never starved by drafts
-        room = max(0, self._max_step_rows - count - reserve)
-        return room if self.bucket is None else min(room, self.bucket.available(now_ms))
 
     def _searched_survival(self, sequence: Sequence) -> FloatArray:
         """What the budget is searched over: a block's own scores where no length can change the text."""

@@ -53,6 +53,15 @@ class TokenBucket:
             self._credit = min(self._credit, self._burst)
 
 
+def draft_token_cap(
+    num_decoding: int, prefill_rows: int, max_step_rows: int, bucket: TokenBucket | None, now_ms: float
+) -> int:
+    """Draft tokens that fit into a step's rows, and into the shared cap's share if there is one."""
+    reserve = min(prefill_rows, max_step_rows // 4)  # prefill is never starved by drafts
+    room = max(0, max_step_rows - num_decoding - reserve)
+    return room if bucket is None else min(room, bucket.available(now_ms))
+
+
 def bucket_of_share(
     bucket: TokenBucket | None, draft_tokens_per_s: float | None, block_size: int
 ) -> TokenBucket | None:

@@ -45,8 +45,18 @@ from numpy.typing import NDArray
 
 from dspark_ray.core.registry import Registry
 from dspark_ray.core.types import IntArray, VerificationMode
+from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import Floats, admit_top, admitted_survival, clean_survival, rank_tokens
 from dspark_ray.scheduling.utility import Claims, best_utility
+
+
+def length_rule(mode: VerificationMode, table: StepTable | None) -> str:
+    """The name of a mode's rule. Without a table, or with a flat one, nothing is known to cost anything: the
+    modes that search verify everything."""
+    searches = mode in (VerificationMode.ADAPTIVE, VerificationMode.ALGORITHM1)
+    if searches and (table is None or table.is_flat()):
+        return VerificationMode.FIXED.value
+    return mode.value
 
 
 @dataclass(frozen=True, slots=True)

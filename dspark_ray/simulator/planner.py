@@ -11,7 +11,7 @@ Then in traffic: the simulator runs the fleet, which grows until enough requests
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -197,21 +197,24 @@ def _grown(scenario: Scenario, found: Curve, count: int, target: float) -> tuple
 
 
 def _with_fleet(scenario: Scenario, found: Curve, count: int) -> Scenario:
-    """The scenario with `count` replicas of the curve's kind and its policy; without faults."""
+    """The scenario with `count` replicas of the curve's kind and its policy; without faults and scaling."""
     kind = scenario.replicas[found.kind].model_copy(update={"count": count})
     speculation = scenario.speculation.model_copy(
         update={"mode": found.candidate.mode, "fixed_tokens": found.candidate.fixed_tokens}
     )
     return scenario.model_copy(
-        update={"replicas": [kind], "speculation": speculation, "faults": (), "law": "load"}
+        update={
+            "replicas": [kind],
+            "speculation": speculation,
+            "faults": (),
+            "autoscaling": None,
+            "law": "load",
+        }
     )
 
 
 def _settings(setting: Setting, candidate: Candidate) -> SpeculationSettings:
-    common = setting.settings
-    return SpeculationSettings(
-        candidate.mode, common.num_draft_tokens, candidate.fixed_tokens, common.threshold
-    )
+    return replace(setting.settings, mode=candidate.mode, fixed_tokens=candidate.fixed_tokens)
 
 
 def _point(requests: int, found: SteadyLoad, shares: np.ndarray) -> Point:

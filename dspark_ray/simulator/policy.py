@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from dspark_ray.core.types import FloatArray, IntArray, StepPlan, VerificationMode
-from dspark_ray.scheduling.cap import TokenBucket, bucket_of_share
+from dspark_ray.scheduling.cap import TokenBucket, bucket_of_share, draft_token_cap
 from dspark_ray.scheduling.drafting import Costs, Drafting
 from dspark_ray.scheduling.gate import should_draft
-from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthView
+from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthView, length_rule
 from dspark_ray.scheduling.live_costs import LiveCosts
 from dspark_ray.scheduling.recent_survival import RecentSurvival
 from dspark_ray.scheduling.step_table import StepTable
@@ -29,6 +29,7 @@ class SpeculationSettings:
     num_draft_tokens: int = 7
     fixed_tokens: int | None = None
     threshold: float = 0.4
+    current_scores: bool = True  # the search sees the blocks' own: greedy requests, and those with a seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +97,10 @@ class ReplicaPolicy:
         """
         count, gamma = len(slots), self.settings.num_draft_tokens
         max_lens = np.minimum(self._drafted[slots], np.maximum(most, 0))
-        # A request without enough history enters the search with the live mean, as in the engine.
-        old = self._num_scores[slots] > STALE_STEPS
-        stale = np.where(old[:, None], self._scores[slots, STALE_STEPS], self._recent.mean[None, :])
-        drafting = self._drafted[slots] > 0
-        stale = np.where(drafting[:, None], stale, 0.0).astype(np.float32)
+        drafting = (self._drafted[slots] > 0)[:, None]
         view = LengthView(
-            current_survival=np.where(drafting[:, None], self._scores[slots, 0], 0.0).astype(np.float32),
-            stale_survival=stale,
+            current_survival=np.where(drafting, self._scores[slots, 0], 0.0).astype(np.float32),
+            stale_survival=np.where(drafting, self._searched(slots), 0.0).astype(np.float32),
             max_lens=max_lens,
             base_rows=count + load.prefill_rows,
             num_decoding=count,
@@ -113,11 +110,11 @@ class ReplicaPolicy:
                 int(max_lens.sum()),
                 self._costs.draft_ms(int((max_lens > 0).sum()), self._num_drafted_tokens),
             ),
-            cap_tokens=self._cap(count, load, now_ms),
+            cap_tokens=draft_token_cap(count, load.prefill_rows, self._max_step_rows, self.bucket, now_ms),
             fixed_tokens=self.settings.fixed_tokens if self.settings.mode is VerificationMode.FIXED else None,
             threshold=self.settings.threshold,
         )
-        lens = LENGTH_RULES.get(self._rule())(view).lens
+        lens = LENGTH_RULES.get(length_rule(self.settings.mode, self.table))(view).lens
         if self.bucket is not None:
             self.bucket.take(int(lens.sum()))
         had = max_lens > 0
@@ -150,6 +147,14 @@ class ReplicaPolicy:
         known = slots[self._num_scores[slots] > STALE_STEPS]
         return np.asarray(self._scores[known, STALE_STEPS])
 
+    def _searched(self, slots: IntArray) -> FloatArray:
+        """What the budget is searched over, as in the engine: a request without enough history enters with
+        the live mean. [R, γ]"""
+        if self.settings.current_scores:
+            return np.asarray(self._scores[slots, 0])
+        old = self._num_scores[slots] > STALE_STEPS
+        return np.where(old[:, None], self._scores[slots, STALE_STEPS], self._recent.mean[None, :])
+
     def _wants_draft(self, slots: IntArray, load: Load) -> IntArray:
         settings = self.settings
         if settings.mode is VerificationMode.OFF or settings.fixed_tokens == 0:
@@ -167,12 +172,6 @@ class ReplicaPolicy:
         self._since_draft[chosen] = 0
         return chosen
 
-    def _rule(self) -> str:
-        searching = self.settings.mode in (VerificationMode.ADAPTIVE, VerificationMode.ALGORITHM1)
-        return (
-            VerificationMode.FIXED.value if searching and self.table.is_flat() else self.settings.mode.value
-        )
-
     def _cost_ms(self, count: int, load: Load, max_tokens: int, draft_ms: float) -> np.ndarray:
         return self._costs.curve(count, load.prefill_rows, max_tokens, load.context_tokens, draft_ms=draft_ms)
 
@@ -182,8 +181,3 @@ class ReplicaPolicy:
             verify_ms=self._cost_ms(count, load, count * gamma, 0.0),
             draft_ms=[self._costs.draft_ms(count, width) for width in range(gamma + 1)],
         )
-
-    def _cap(self, count: int, load: Load, now_ms: float) -> int:
-        reserve = min(load.prefill_rows, self._max_step_rows // 4)
-        room = max(0, self._max_step_rows - count - reserve)
-        return room if self.bucket is None else min(room, self.bucket.available(now_ms))

@@ -102,7 +102,9 @@ def prepare(scenario: Scenario, tables: dict[str, StepTable] | None = None) -> S
 
 
 def speculation_settings(spec: SpeculationSpec) -> SpeculationSettings:
-    return SpeculationSettings(spec.mode, spec.num_draft_tokens, spec.fixed_tokens, spec.threshold)
+    return SpeculationSettings(
+        spec.mode, spec.num_draft_tokens, spec.fixed_tokens, spec.threshold, spec.current_scores
+    )
 
 
 def simulate(

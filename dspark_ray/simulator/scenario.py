@@ -91,6 +91,9 @@ class SpeculationSpec(Section):
     num_draft_tokens: int = Field(7, ge=1, le=32)
     fixed_tokens: int | None = Field(None, ge=0)
     threshold: float = Field(0.4, ge=0, le=1)
+    current_scores: bool = Field(
+        True, description="requests are greedy or have a seed: the search may see their blocks' own scores"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "SpeculationSpec":

@@ -11,7 +11,7 @@ from dspark_ray.simulator.routing import ROUTERS, FleetLoad, ReplicaFacts
 from dspark_ray.simulator.run import simulate
 from dspark_ray.simulator.scenario import Scenario, load_scenario
 from dspark_ray.simulator.workload import Batch
-from tests.unit.simulator.scenarios import STEEP_TABLE, run, scenario
+from tests.unit.simulator.scenarios import CONDITIONAL, STEEP_TABLE, run, scenario
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = sorted((ROOT / "configs" / "simulation").glob("*.yaml"))
@@ -185,3 +185,21 @@ def test_routers_use_replicas_that_are_ready(router: str) -> None:
     assert counts.sum() == 400
     assert (counts[1:] > 60).all()
     assert router == "random" or counts[1] == counts.max()  # it was the emptiest
+
+
+def test_current_scores_are_worth_something(tmp_path: Path) -> None:
+    """Blocks of a request differ at random here: what they were two drafts ago says little."""
+    task = scenario(tmp_path).tasks[0].model_dump()
+    tasks = [{**task, "acceptance": {"conditional": CONDITIONAL, "spread": 3.0, "persistence": 0.0}}]
+    kind = scenario(tmp_path).replicas[0].model_dump()
+    changes = {
+        "duration_s": 30,
+        "tasks": tasks,
+        "replicas": [{**kind, "count": 1}],
+        "arrivals": {"kind": "closed", "clients": 8},
+    }
+    speculation = {"mode": "adaptive", "num_draft_tokens": 4}
+    current = run(tmp_path, speculation=speculation, **changes).figures
+    stale = run(tmp_path, speculation={**speculation, "current_scores": False}, **changes).figures
+    assert current["budget_tokens"] != stale["budget_tokens"]
+    assert current["tokens_per_s"] > 0.99 * stale["tokens_per_s"]
