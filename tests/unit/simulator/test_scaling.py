@@ -12,9 +12,9 @@ from dspark_ray.simulator.scenario import Scenario
 from tests.unit.simulator.scenarios import scenario
 
 SCALING: dict[str, Any] = {
-    "min_replicas": 1, "max_replicas": 4, "target_tokens_per_s": 20.0, "down_after_s": 10.0,
+    "min_replicas": 1, "max_replicas": 4, "target_tokens_per_s": 20.0, "down_after_s": 4.0,
 }  # fmt: skip
-WAVE = {"kind": "diurnal", "rate_per_s": 7, "swing": 1.0, "period_s": 100}
+WAVE = {"kind": "diurnal", "rate_per_s": 9, "swing": 1.0, "period_s": 100}
 
 
 def scaled(tmp_path: Path, changes: dict[str, Any] | None = None, **top: Any) -> Scenario:
