@@ -5,7 +5,8 @@ period old; queue lengths are this process's own count.
 """
 
 import random
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
@@ -32,8 +33,8 @@ class GoodputRouter(FIFOMixin, RequestRouter):
             # Without it Serve asks again at once while all are full, and its event loop stands still.
             pending_request.routing_context.should_backoff = True
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        loads = {name: load_of(replica.routing_stats) for name, replica in replicas.items()}
-        num_here = {name: self._num_at(replicas[name], loads[name]) for name in replicas}
+        loads = _Lookup(replicas, lambda replica: load_of(replica.routing_stats))
+        num_here = _Lookup(replicas, self._num_at)
         request = routed_request(pending_request)
         cached = self._affinity.cached_tokens(request)
         return [[replicas[name]] for name in rank(loads, num_here, request, cached, self._rng)]
@@ -41,12 +42,38 @@ class GoodputRouter(FIFOMixin, RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         self._affinity.note(routed_request(pending_request), replica_id.unique_id)
 
-    def _num_at(self, replica: RunningReplica, load: ReplicaLoad | None) -> int:
+    def _num_at(self, replica: RunningReplica) -> int:
         """Requests there now: as counted here, or as last reported."""
         counted = self.replica_queue_len_cache.get(replica.replica_id)
         if counted is not None:
             return int(counted)
+        load = load_of(replica.routing_stats)
         return 0 if load is None else load.num_running + load.num_waiting
+
+
+Value = TypeVar("Value")
+
+
+class _Lookup(Mapping[str, Value]):
+    """By replica, read when asked for."""
+
+    def __init__(
+        self, replicas: Mapping[str, RunningReplica], read: Callable[[RunningReplica], Value]
+    ) -> None:
+        self._replicas = replicas
+        self._read = read
+
+    def __getitem__(self, name: str) -> Value:
+        return self._read(self._replicas[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._replicas
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._replicas)
+
+    def __len__(self) -> int:
+        return len(self._replicas)
 
 
 def load_of(routing_stats: dict[str, Any]) -> ReplicaLoad | None:

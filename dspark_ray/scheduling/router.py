@@ -103,23 +103,24 @@ def rank(
     cached_tokens: Mapping[str, int],
     rng: random.Random,
 ) -> list[str]:
-    """All replicas, best first: a few by chance and those with cached tokens by score, then the others by
-    chance. loads: None for a replica that has not reported; it counts as the first that has. Never empty
-    unless `loads` is.
+    """All replicas, best first: a few by chance and those with cached tokens by score, then the others from a
+    place by chance. loads: None for a replica that has not reported; it counts as the first that has. Never
+    empty unless `loads` is. Loads and numbers are looked up only where the score asks for them: in a fleet of
+    a thousand they would take longer than the score.
     """
-    order = list(loads)
-    rng.shuffle(order)
-    known = next((load for load in loads.values() if load is not None and load.rates), None)
-    chosen = [*order[:NUM_CHOICES], *(name for name in order[NUM_CHOICES:] if name in cached_tokens)]
+    names = list(loads)
+    chosen = rng.sample(names, min(NUM_CHOICES, len(names)))
+    chosen += [name for name in cached_tokens if name in loads and name not in chosen]
 
     def worth(name: str) -> tuple[float, int]:
-        load = loads[name] or known
+        load = loads[name] or next((one for one in loads.values() if one is not None and one.rates), None)
         if load is None:
             return 0.0, -num_here[name]
         return score(load, num_here[name], request, cached_tokens.get(name, 0)), -num_here[name]
 
-    chosen.sort(key=worth, reverse=True)
-    return chosen + [name for name in order if name not in chosen]
+    start = rng.randrange(len(names)) if names else 0
+    others = [name for name in (*names[start:], *names[:start]) if name not in chosen]
+    return sorted(chosen, key=worth, reverse=True) + others
 
 
 def _digests(request: RoutedRequest) -> list[bytes]:
