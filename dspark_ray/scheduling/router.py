@@ -2,7 +2,7 @@
 
 score = what the replica's throughput gains with one more request
       − the tokens that others lose while its prompt is prefilled, over its life; cached tokens cost nothing
-      − what the request itself loses while it waits for a place or for KV blocks.
+      − its own tokens' delay by that prefill and by the wait for a place or for KV blocks.
 
 Prefix-cache affinity and session stickiness are both cached tokens of the second term. Loads are some
 hundred milliseconds old, so each request looks at a few replicas by chance, beside those that have its
@@ -24,6 +24,7 @@ CHUNK_TOKENS = 64  # beginnings are compared in steps of so many tokens
 MAX_CHUNKS = 64  # of one prompt: what lies beyond is not looked at
 MAX_KNOWN = 100_000  # beginnings and sessions remembered
 NUM_CHOICES = 4  # by chance; with two, an unequal fleet's slow replicas are too often the better of a pair
+LATE = 2.0  # tokens/s that one token counts for each second that it comes later
 EXPECTED_TOKENS = 256  # a request that may emit more is expected to emit so many
 
 
@@ -52,14 +53,14 @@ def score(load: ReplicaLoad, num_here: int, request: RoutedRequest, cached_token
         return 0.0
     life_s = output / own_speed
     prefill_s = load.prefill_ms_per_token * max(prompt - cached_tokens, 0) / 1e3
-    lost_to_prefill = load.tokens_per_s(running + 1) * prefill_s / life_s
+    lost_by_others = running * own_speed * prefill_s / life_s
     needs_blocks = prompt - cached_tokens + output > load.free_tokens
     num_before = max(num_here - load.max_running + 1, int(needs_blocks and num_here > 0), 0)
-    if num_before == 0:
-        return load.tokens_per_s(running + 1) - load.tokens_per_s(running) - lost_to_prefill
-    # Places come free at the rate at which requests end; nothing is gained before.
+    # Places come free at the rate at which requests end; nothing is gained before. By the wait itself, not by
+    # what the request's own speed there makes of it: else slow replicas would have the longest queues.
     wait_s = num_before * output / max(load.tokens_per_s(running), own_speed)
-    return -own_speed * wait_s / (wait_s + life_s) - lost_to_prefill
+    gain = 0.0 if num_before else load.tokens_per_s(running + 1) - load.tokens_per_s(running)
+    return gain - lost_by_others - LATE * output * (prefill_s + wait_s)
 
 
 class Affinity:

@@ -96,7 +96,14 @@ def http_port() -> int:
 def cluster(http_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a local cluster's proxy; nothing of ours may be left when Serve has shut down."""
     os.environ.update(_ENVIRONMENT, DSPARK_CACHE_DIR=str(tmp_path_factory.mktemp("cache")))
-    ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100 << 20, namespace="tests")
+    # "local": else the cluster that somebody started on this machine last would be taken.
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=100 << 20,
+        namespace="tests",
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": http_port}, proxy_location="HeadOnly")
     yield f"http://127.0.0.1:{http_port}"
     serve.shutdown()

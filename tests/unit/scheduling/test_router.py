@@ -39,6 +39,20 @@ def test_who_must_wait_comes_after_who_need_not_and_longer_waits_last() -> None:
     assert score(crowded, 3, SHORT, 0) < 0
 
 
+def test_full_replicas_are_told_apart_by_the_wait_itself() -> None:
+    """Not by what it costs at their own speed: a slow replica's queue would grow without end."""
+    loads = {"fast": FAST, "slow": SLOW}
+    for fast, slow, first in ((9, 9, "fast"), (11, 9, "fast"), (9, 12, "fast"), (14, 9, "slow")):
+        assert rank(loads, {"fast": fast, "slow": slow}, SHORT, {}, random.Random())[0] == first
+
+
+def test_a_prompt_goes_where_it_is_prefilled_soonest() -> None:
+    slow_prefill = replace(FAST, prefill_ms_per_token=4.0)
+    loads = {"a": slow_prefill, "b": FAST}
+    assert rank(loads, {"a": 0, "b": 1}, LONG, {}, random.Random())[0] == "b"
+    assert rank(loads, {"a": 0, "b": 1}, SHORT, {}, random.Random())[0] == "a"
+
+
 def test_cached_tokens_win_where_they_save_more_than_the_difference() -> None:
     equal = {"a": FAST, "b": FAST}
     for _ in range(5):
