@@ -1,5 +1,6 @@
 """Every test: one torch thread, and the marker of the folder it lies in (`ray`, `e2e`, `gpu`)."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ TESTS_DIR = Path(__file__).parent
 FOLDER_MARKERS = ("ray", "e2e", "gpu")
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():  # Triton's kernels run through its interpreter; read when they are imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
+from dspark_kernels import sampling as kernels
 from torch import Tensor
 
 from dspark_ray.core.types import SamplingParams
@@ -53,43 +54,7 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
     The order is vLLM's. Top-p keeps the smallest set of most likely tokens whose mass reaches p (never
     fewer than one, ties at its edge together); min-p keeps tokens of at least min_p × the largest.
     """
-    scaled = logits.float() / rows.temperature
-    if rows.top_k is not None:
-        scaled = _mask_top_k(scaled, rows.top_k)
-    probs = torch.softmax(scaled, dim=-1)
-    if rows.top_p is not None:
-        probs = _mask_top_p(probs, rows.top_p)
-    if rows.min_p is not None:
-        floor = probs.amax(dim=-1, keepdim=True) * rows.min_p
-        probs = probs.masked_fill(probs < floor, 0.0)
-    if rows.top_p is not None or rows.min_p is not None:
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    return probs
-
-
-def _mask_top_k(logits: Tensor, top_k: Tensor) -> Tensor:
-    vocab_size = logits.shape[1]
-    limited = top_k < vocab_size  # [N, 1]
-    widest = int(torch.where(limited, top_k, 1).max())
-    values = logits.topk(widest, dim=-1).values  # descending
-    threshold = values.gather(1, (top_k - 1).clamp(max=widest - 1))
-    return logits.masked_fill(limited & (logits < threshold), float("-inf"))
-
-
-_TOP_P_CANDIDATES = 1024
-
-
-def _mask_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the nucleus. Sorting the head of the distribution is enough for almost every row."""
-    width = min(_TOP_P_CANDIDATES, probs.shape[1])
-    values = probs.topk(width, dim=-1).values
-    short = (values.sum(-1, keepdim=True) < top_p) & (top_p < 1.0)
-    if width < probs.shape[1] and bool(short.any()):
-        values = probs.sort(dim=-1, descending=True).values
-    before = values.cumsum(-1) - values  # mass of the strictly likelier tokens
-    last = (before < top_p).sum(-1, keepdim=True).clamp(min=1) - 1
-    threshold = values.gather(1, last)
-    return probs.masked_fill((probs < threshold) & (top_p < 1.0), 0.0)
+    return kernels.filtered_probs(logits, rows.temperature, rows.top_k, rows.top_p, rows.min_p)
 
 
 def sample_from(probs: Tensor, uniforms: Tensor) -> Tensor:

@@ -22,11 +22,21 @@ class PagedBatch:
     block_size: int  # cache rows per block
     max_query: int  # most rows of one request
     max_kv: int  # most keys of one request
+    # [N] int32, the request of each row, −1: a pad row, which belongs to none. None: made when it is needed.
+    row_request: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for tensor in (self.query_start, self.kv_len, self.block_tables):
-            assert tensor.dtype == torch.int32, f"int32 wanted, got {tensor.dtype}"
-            assert tensor.stride(-1) == 1, "the last dimension must be contiguous"
+        for tensor in (self.query_start, self.kv_len, self.block_tables, self.row_request):
+            assert tensor is None or tensor.dtype == torch.int32, f"int32 wanted, got {tensor.dtype}"
+            assert tensor is None or tensor.stride(-1) == 1, "the last dimension must be contiguous"
+
+    def markers(self, num_rows: int) -> Tensor:
+        """`row_request`; made of `query_start` on its device where there is none."""
+        if self.row_request is not None:
+            return self.row_request
+        rows = torch.arange(num_rows, dtype=torch.int32, device=self.query_start.device)
+        found = torch.searchsorted(self.query_start, rows, right=True, out_int32=True) - 1
+        return torch.where(rows < self.query_start[-1], found, -1)
 
 
 def paged_attention(
@@ -36,14 +46,15 @@ def paged_attention(
     batch: PagedBatch,
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention of each request's rows, which are the last of its `kv_len` keys. With a window a row
-    sees so many keys at most, its own included.
+    sees so many keys at most, its own included; a soft cap c makes c · tanh(s / c) of each score s.
 
     Their own keys and values must already be in the cache. Decoding requests (a few rows) and prefill chunks
     (hundreds) mix in one call. q [N, H, D], k_cache and v_cache [S, KV, D] → [N, H, D].
     """
-    return ops_for(q).paged_attention(q, k_cache, v_cache, batch, scale, window)
+    return ops_for(q).paged_attention(q, k_cache, v_cache, batch, scale, window, soft_cap)
 
 
 def block_attention(

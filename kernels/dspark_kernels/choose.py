@@ -19,3 +19,8 @@ def markov_chain(
     id of each draft id, None: the same. → target ids x_1 … x_γ and what preceded each, both [R, γ] int64.
     """
     return ops_for(base).markov_chain(base, w1, w2, anchors, vocab_map)
+
+
+def markov_logits(base: Tensor, w1: Tensor, w2: Tensor, previous: Tensor) -> Tensor:
+    """One slot's base + W1[previous] W2, in fp32. base [R, Vd], previous [R] int64 → [R, Vd]"""
+    return ops_for(base).markov_logits(base, w1, w2, previous)

@@ -54,6 +54,13 @@ class CpuOps:
         )
         self._stack = _bind(library, "dspark_stack", ctypes.POINTER(StackFields), _INT)
 
+    # A batch of these is small on a CPU: torch is fast enough.
+    filtered_probs = staticmethod(torch_ops.filtered_probs)
+    leading_matches = staticmethod(torch_ops.leading_matches)
+    accept = staticmethod(torch_ops.accept)
+    survival_lengths = staticmethod(torch_ops.survival_lengths)
+    markov_logits = staticmethod(torch_ops.markov_logits)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:
             return torch_ops.rms_norm(x, weight, eps)
@@ -302,9 +309,10 @@ class CpuOps:
         batch: "PagedBatch",
         scale: float,
         window: int | None = None,
+        soft_cap: float | None = None,
     ) -> Tensor:
-        if not _carries(q, q.shape[2], k_cache, v_cache):
-            return torch_ops.paged_attention(q, k_cache, v_cache, batch, scale, window)
+        if not _carries(q, q.shape[2], k_cache, v_cache) or soft_cap is not None:
+            return torch_ops.paged_attention(q, k_cache, v_cache, batch, scale, window, soft_cap)
         return self._attend(q, None, None, k_cache, v_cache, batch, scale, window)
 
     def block_attention(

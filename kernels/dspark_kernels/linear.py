@@ -63,20 +63,24 @@ def quantize_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor
 
 
 def _compiled(matrix: PackedMatrix | None) -> Multiply | None:
+    if matrix is None:
+        return None
     ops = cpu_version()
-    return None if matrix is None or not isinstance(ops, CpuOps) else lambda x: ops.multiply(x, matrix)
+    return (lambda x: ops.multiply(x, matrix)) if isinstance(ops, CpuOps) else None
 
 
 def _packed(weight: Tensor, bias: Tensor | None) -> PackedMatrix | None:
-    ops = cpu_version()
     if not weight.is_cpu or weight.dtype != torch.bfloat16 or weight.shape[1] % 2:
         return None
+    ops = cpu_version()
     return ops.pack(weight, bias) if isinstance(ops, CpuOps) and ops.has_linear else None
 
 
 def _packed_int8(quantized: Tensor, scales: Tensor, bias: Tensor | None) -> PackedMatrix | None:
+    if not quantized.is_cpu or quantized.shape[1] % 2:
+        return None
     ops = cpu_version()
-    if not quantized.is_cpu or quantized.shape[1] % 2 or not isinstance(ops, CpuOps) or not ops.has_linear:
+    if not isinstance(ops, CpuOps) or not ops.has_linear:
         return None
     return ops.pack_int8(quantized, scales, bias)
 

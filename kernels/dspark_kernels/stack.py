@@ -153,6 +153,8 @@ def compiled_stack(
 ) -> LayerStack | None:
     """The layers as one call; None where the compiled library does not carry them (other types than bf16,
     CPUs without AVX-512 BF16, odd sizes): call them one by one then."""
+    if not final_norm.is_cpu:
+        return None
     ops = cpu_version()
     matrices = [m.packed for layer in layers for m in (layer.qkv, layer.o, layer.gate_up, layer.down)]
     carried = head_dim % HEAD_DIM_MULTIPLE == 0 and head_dim <= MAX_HEAD_DIM

@@ -39,6 +39,7 @@ def paged_attention(
     batch: "PagedBatch",
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     out = torch.empty_like(q)
     for group in _groups(batch, q.shape[0]):
@@ -53,7 +54,7 @@ def paged_attention(
         mask = key[None, None, :] <= last[:, :, None]
         if window is not None:
             mask &= key[None, None, :] > last[:, :, None] - window
-        _attend(out, q, k, v, mask, group, request, offset, scale)
+        _attend(out, q, k, v, mask, group, request, offset, scale, soft_cap)
     return out
 
 
@@ -149,10 +150,15 @@ def _attend(
     request: Tensor,
     offset: Tensor,
     scale: float,
+    soft_cap: float | None = None,
 ) -> None:
     """Attention of the group's rows into `out`. mask [G, max_count, keys] bool: true is seen."""
     padded = _pad_rows(q, group, request, offset).transpose(1, 2)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if soft_cap is not None:
+        rows = _capped(padded, k, v, mask, scale, soft_cap).transpose(1, 2)[request, offset]
+        out[slice(len(rows)) if group.rows is None else group.rows] = rows
+        return
     result = F.scaled_dot_product_attention(
         padded, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -161,3 +167,10 @@ def _attend(
         out.copy_(rows)
     else:
         out[group.rows] = rows
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, soft_cap: float) -> Tensor:
+    """Spelt out, in fp32: SDPA has no soft cap. q [G, H, M, D], k and v [G, KV, S, D] → [G, H, M, D]"""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1).float() for x in (k, v))
+    scores = soft_cap * torch.tanh(q.float() @ k.transpose(-1, -2) * (scale / soft_cap))
+    return (scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1) @ v).to(q.dtype)

@@ -1,5 +1,5 @@
-"""The torch reference of every op but attention: plain, differentiable, any device. Arithmetic is fp32
-inside.
+"""The torch reference of every op (attention and sampling in files of their own): plain, differentiable, any
+device. Arithmetic is fp32 inside.
 
 Rounding follows Hugging Face's Llama where two orders are possible (the norm rounds before it scales), so
 that bf16 results stay as close to transformers' as the faster versions allow.
@@ -10,19 +10,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dspark_kernels.torch_attention import block_attention, paged_attention
+from dspark_kernels.torch_sampling import (
+    accept,
+    filtered_probs,
+    leading_matches,
+    noisy_argmax,
+    survival_lengths,
+)
 
 __all__ = [
+    "accept",
     "add_rms_norm",
     "argmax",
     "block_attention",
+    "filtered_probs",
     "k_rope_store",
+    "leading_matches",
     "markov_chain",
+    "markov_logits",
     "noisy_argmax",
     "paged_attention",
     "qkv_rope",
     "qkv_rope_store",
     "rms_norm",
     "silu_mul",
+    "survival_lengths",
 ]
 
 
@@ -46,38 +58,20 @@ def argmax(x: Tensor) -> Tensor:
     return x.argmax(dim=-1)
 
 
-_GOLDEN, _MIX_1, _MIX_2 = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as in csrc/noise.h
-
-
-def noisy_argmax(probs: Tensor, keys: Tensor, ids: Tensor | None) -> Tensor:
-    if ids is None:
-        ids = torch.arange(probs.shape[1], device=probs.device)
-    hashed = _mix(keys[:, None] + (ids + 1) * _GOLDEN)  # int64 wraps, as the unsigned numbers do
-    uniform = (_shift(hashed, 12).double() + 0.5) * 2.0**-52
-    return (-uniform.log() / probs.double()).argmin(dim=-1)
-
-
-def _mix(z: Tensor) -> Tensor:
-    z = (z ^ _shift(z, 30)) * _MIX_1
-    z = (z ^ _shift(z, 27)) * _MIX_2
-    return z ^ _shift(z, 31)
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Right, filled with zeros: torch's own shift copies the sign."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def markov_chain(
     base: Tensor, w1: Tensor, w2: Tensor, anchors: Tensor, vocab_map: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     previous, seen, ids = anchors, [], []
     for slot in range(base.shape[1]):
         seen.append(previous)
-        chosen = (base[:, slot].float() + w1[previous].float() @ w2.float()).argmax(dim=-1)
+        chosen = markov_logits(base[:, slot], w1, w2, previous).argmax(dim=-1)
         previous = chosen if vocab_map is None else vocab_map[chosen]
         ids.append(previous)
     return torch.stack(ids, dim=1), torch.stack(seen, dim=1)
+
+
+def markov_logits(base: Tensor, w1: Tensor, w2: Tensor, previous: Tensor) -> Tensor:
+    return base.float() + w1[previous].float() @ w2.float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

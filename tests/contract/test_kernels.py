@@ -374,7 +374,7 @@ def test_huge_page_tensors_are_separate_and_aligned():
 
 def test_nonsense_in_the_environment_fails(monkeypatch):
     monkeypatch.setenv(dispatch.ENV_VARIABLE, "fast")
-    with pytest.raises(ValueError, match="auto, cpu, torch"):
+    with pytest.raises(ValueError, match="auto, triton, torch, cpu"):
         dispatch.requested_version()
 
 
