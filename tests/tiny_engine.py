@@ -26,7 +26,7 @@ from dspark_ray.models.drafters.checkpoint import save_checkpoint
 from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
 from dspark_ray.models.targets.config import DecoderConfig
 from dspark_ray.models.targets.decoder import Decoder, Linear
-from dspark_ray.models.weights import WeightSource
+from dspark_ray.models.weights import CPU, WeightSource
 from dspark_ray.scheduling.step_table import StepTable
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 48, 2, 1, 16, 3
@@ -75,6 +75,7 @@ def tiny_decoder(
     sharpness: float = 1.0,
     dtype: torch.dtype = torch.float32,
     linear: Linear = PackedLinear,
+    device: torch.device = CPU,
     added: dict[str, torch.Tensor] | None = None,
 ) -> Decoder:
     """A random target; `sharpness` scales its logits, `added` is added to tensors by name."""
@@ -104,7 +105,7 @@ def tiny_decoder(
         }
     for name, delta in (added or {}).items():
         tensors[name] += delta
-    return Decoder(decoder_config(vocab_size), WeightSource(tensors), dtype, 256, linear)
+    return Decoder(decoder_config(vocab_size), WeightSource(tensors, device=device), dtype, 256, linear)
 
 
 def tiny_drafter_dir(

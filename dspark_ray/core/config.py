@@ -30,6 +30,9 @@ class ModelConfig(Section):
     id: str = Field(DEFAULT_MODEL_ID, description="name that clients use")
     source: str = Field(DEFAULT_SOURCE, description="'default' (SmolLM2), a local directory or a hub id")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="of the native engine; auto: a GPU if its process sees one"
+    )
     quantization: Literal["none", "int8"] = Field(
         "none", description="int8: the matrices in 8 bits, one scale an output (half the bytes to read)"
     )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.types import AcceptanceRule, SamplingParams
-from dspark_ray.models.adjust import Columns, LogitsAdjuster
+from dspark_ray.models.adjust import Columns, LogitsAdjuster, adjust_on_host
 from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
 
 
@@ -83,7 +83,7 @@ def _adjusted_rows(logits: Tensor, requests: Seq[VerifyRequest]) -> Tensor:
     for request in requests:
         end = start + len(request.draft_tokens) + 1
         if request.adjuster is not None:
-            request.adjuster.adjust(rows[start:end], request.draft_tokens, Columns())
+            adjust_on_host(request.adjuster, rows[start:end], request.draft_tokens, Columns())
         start = end
     return rows
 
@@ -99,7 +99,9 @@ def _verify_adjusted_greedy(logits: Tensor, requests: Seq[VerifyRequest], _: Ten
 
 def _verify_shared(logits: Tensor, requests: Seq[VerifyRequest], _: Tensor | None) -> list[Verdict]:
     keys = np.concatenate([r.noise_keys for r in requests if r.noise_keys is not None])
-    return _match(requests, noisy_argmax(_probs(logits, requests), torch.from_numpy(keys), None))
+    return _match(
+        requests, noisy_argmax(_probs(logits, requests), torch.from_numpy(keys).to(logits.device), None)
+    )
 
 
 def _match(requests: Seq[VerifyRequest], chosen: Tensor) -> list[Verdict]:
@@ -127,19 +129,22 @@ def _verify_sampled(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Ten
         _num_accepted(probs[start : start + len(r.draft_tokens)], r, vocab_map)
         for start, r in zip(starts, requests, strict=False)
     ]
-    last_rows = probs[torch.tensor([int(s) + c for s, c in zip(starts, counts, strict=False)])]  # [R, V]
+    last = [int(s) + c for s, c in zip(starts, counts, strict=False)]
+    last_rows = probs[torch.tensor(last, device=probs.device)]  # [R, V]
     for index, (request, count) in enumerate(zip(requests, counts, strict=True)):
         if count < len(request.draft_tokens):
             last_rows[index] = _residual(last_rows[index], request, count, vocab_map)
-    uniforms = torch.tensor([r.rng.random() for r in requests], dtype=torch.float64)
+    drawn = [r.rng.random() for r in requests]
+    uniforms = torch.tensor(drawn, dtype=torch.float64, device=logits.device)
     tokens = sample_from(last_rows, uniforms).tolist()
     return [Verdict(count, token) for count, token in zip(counts, tokens, strict=True)]
 
 
 def _probs(logits: Tensor, requests: Seq[VerifyRequest]) -> Tensor:
     """p of the requests' rows. → [M', V]"""
-    owner = torch.tensor([i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)])
-    columns = sampling_rows([r.sampling for r in requests], logits.shape[1]).select(owner)
+    owners = [i for i, r in enumerate(requests) for _ in range(len(r.draft_tokens) + 1)]
+    owner = torch.tensor(owners, device=logits.device)
+    columns = sampling_rows([r.sampling for r in requests], logits.shape[1], logits.device).select(owner)
     return filtered_probs(_adjusted_rows(logits, requests), columns)
 
 
@@ -147,14 +152,14 @@ def _num_accepted(probs: Tensor, request: VerifyRequest, vocab_map: Tensor | Non
     """Leading draft tokens that pass u·q(x) < p(x). probs [ℓ, V]"""
     if not request.draft_tokens:
         return 0
-    tokens = torch.tensor(request.draft_tokens)
+    tokens = torch.tensor(request.draft_tokens, device=probs.device)
     p = probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     if request.draft_probs is None:
         q = torch.ones_like(p)
     else:
         draft_ids = tokens if vocab_map is None else torch.searchsorted(vocab_map, tokens)
         q = request.draft_probs[: len(tokens)].gather(1, draft_ids.unsqueeze(1)).squeeze(1)
-    uniforms = torch.from_numpy(request.rng.random(len(tokens)))
+    uniforms = torch.from_numpy(request.rng.random(len(tokens))).to(probs.device)
     return int((uniforms * q < p).long().cumprod(0).sum())
 
 

@@ -33,7 +33,8 @@ class Adapters:
             if ref.digest in self._held:
                 return
         try:
-            adapter = load_adapter(ref, self._target.config, self._target.dtype, self._config.max_rank)
+            target = self._target
+            adapter = load_adapter(ref, target.config, target.dtype, self._config.max_rank, target.device)
         except CheckpointError as error:
             raise RequestError(str(error), param="model", code="invalid_adapter") from error
         with self._lock:
@@ -92,7 +93,7 @@ class Adapters:
         places = {digest: place for place, digest in enumerate(pack.digests)}
         per_request = [NO_ADAPTER if digest is None else places[digest] for digest in digests]
         rows = np.repeat(per_request, [w.num_rows for w in work])
-        return pack.rows(torch.from_numpy(rows), self._target.dtype)
+        return pack.rows(torch.from_numpy(rows).to(self._target.device), self._target.dtype)
 
     def _packed(self, used: set[str]) -> AdapterPack:
         """The last pack while it holds what is used and not much else: requests come and go every step."""

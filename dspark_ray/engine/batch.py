@@ -1,7 +1,7 @@
 """The flat ragged batch of one target step: decoding rows first, prefill chunks after them, no padding."""
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,19 @@ class VerifyBatch:
     logit_rows: Tensor  # [M] rows whose logits are needed, in order of `work`
     context_tokens: int  # Σ cached keys attended to
 
+    def to(self, device: torch.device) -> "VerifyBatch":
+        """For a target on that device; the batch itself for one on the CPU, where it was packed."""
+        if device.type == "cpu":
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            paged=self.paged.to(device),
+            logit_rows=self.logit_rows.to(device),
+        )
+
 
 def pack(work: Seq[Work], block_size: int) -> VerifyBatch:
     """Flattens the step's work; blocks for every row must be owned already."""
@@ -79,6 +92,7 @@ def pack(work: Seq[Work], block_size: int) -> VerifyBatch:
             block_size=block_size,
             max_query=int(rows.max()),
             max_kv=int(kv_len.max()),
+            row_request=torch.from_numpy(owner.astype(np.int32)),
         ),
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
         context_tokens=int(kv_len.sum()),

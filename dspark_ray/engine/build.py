@@ -9,6 +9,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import SwapOrder, VerificationMode
+from dspark_ray.engine.device import choose_device
 from dspark_ray.engine.engine import NOT_INVARIANT, Engine
 from dspark_ray.engine.grammar import Grammars
 from dspark_ray.engine.hot_swap import HotSwap
@@ -31,7 +32,8 @@ def build_engine(
 ) -> Engine:
     """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them)."""
     model = config.model
-    target = load_target(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization)
+    device = choose_device(model.device)
+    target = load_target(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device)
     if config.engine.deterministic and not target.is_batch_invariant:
         raise ConfigError(f"engine.deterministic: {NOT_INVARIANT}")
     drafter = build_drafter(config, target)

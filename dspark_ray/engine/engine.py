@@ -198,7 +198,7 @@ class Engine:
         work = self._plan()
         if not work:
             return []
-        batch = pack(work, self.pool.block_size)
+        batch = pack(work, self.pool.block_size).to(self.target.device)
         forwarded = self._forward(batch)
         verdicts = self._accept(batch, forwarded)
         outputs = self._commit(batch, forwarded, verdicts)
@@ -321,13 +321,13 @@ class Engine:
             if verdict is not None:
                 first_logits += len(draft_tokens) + 1
         if self.drafter is not None:
-            rows = torch.from_numpy(np.concatenate(kept_rows))
+            rows = torch.from_numpy(np.concatenate(kept_rows)).to(self.target.device)
             self.drafter.commit(
                 ContextRows(
                     forwarded.output.taps[rows],
                     batch.positions[rows],
                     batch.slots[rows],
-                    torch.tensor(next_tokens),
+                    torch.tensor(next_tokens).to(self.target.device),
                 )
             )
             self.drafter.observe(outcomes)

@@ -13,7 +13,7 @@ ROWS_AT_ONCE = 64  # of a prompt: a vocabulary's worth of fp32 for each
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """logits [N, V]: row i is the distribution of token i; `num_top` likeliest alternatives each."""
     logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, torch.tensor(token_ids).unsqueeze(1)).squeeze(1).tolist()
+    own = logprobs.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
     best = logprobs.topk(min(num_top, logprobs.shape[1]), dim=-1)
     return [
         TokenLogprobs(logprob, tuple(zip(ids, values, strict=True)))

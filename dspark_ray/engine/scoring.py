@@ -19,7 +19,7 @@ def teacher_forced_logits(target: Decoder, token_ids: Seq[int], first: int) -> T
     num_blocks = -(-len(token_ids) // _BLOCK_SIZE)
     sequence = new_sequence(Request("score", tuple(token_ids), SamplingParams(temperature=0.0)), 0)
     sequence.blocks = list(range(num_blocks))
-    batch = pack([Work(sequence, len(token_ids), decoding=False)], _BLOCK_SIZE)
+    batch = pack([Work(sequence, len(token_ids), decoding=False)], _BLOCK_SIZE).to(target.device)
     output = target.forward(
         batch.token_ids, batch.positions, target.new_kv(num_blocks * _BLOCK_SIZE), batch.slots, batch.paged
     )

@@ -212,7 +212,7 @@ class DrafterTrial:
         """[len, Vd] over the target's vocabulary where the two drafters have different ones."""
         if probs is None or drafter.vocab_map is None or not self._expands:
             return probs
-        whole = torch.zeros((len(probs), self._vocab_size), dtype=probs.dtype)
+        whole = torch.zeros((len(probs), self._vocab_size), dtype=probs.dtype, device=probs.device)
         whole[:, drafter.vocab_map] = probs
         return whole
 

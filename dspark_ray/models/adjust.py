@@ -48,7 +48,7 @@ class LogitsAdjuster(Protocol):
     """
 
     def adjust(self, logits: Tensor, drafted: Sequence[int], columns: Columns) -> None:
-        """Changes logits [n, W] fp32 in place; `FORBIDDEN` excludes a token.
+        """Changes logits [n, W] fp32, on the CPU, in place; `FORBIDDEN` excludes a token.
 
         The last row follows the committed tokens and all of `drafted`, row i all but the last n − 1 − i of
         them: verification passes ℓ + 1 rows and ℓ tokens, drafting one row and the block's tokens so far.
@@ -91,11 +91,23 @@ def make_adjuster(request: Request, factories: Sequence[AdjusterFactory]) -> Log
     return adjuster
 
 
+def adjust_on_host(
+    adjuster: LogitsAdjuster, logits: Tensor, drafted: Sequence[int], columns: Columns
+) -> None:
+    """`adjuster.adjust`, for logits on any device: adjusters work on the CPU."""
+    if logits.is_cpu:
+        adjuster.adjust(logits, drafted, columns)
+        return
+    copied = logits.cpu()
+    adjuster.adjust(copied, drafted, columns)
+    logits.copy_(copied)
+
+
 def adjust_draft_row(
     logits: Tensor, adjuster: LogitsAdjuster, drafted: Sequence[int], columns: Columns
 ) -> bool:
     """Changes a drafter's logits [W] in place; False, and no change, where it can draft no allowed token."""
-    adjusted = logits.unsqueeze(0).clone()
+    adjusted = logits.unsqueeze(0).to("cpu", copy=True)
     adjuster.adjust(adjusted, drafted, columns)
     if bool(adjusted.max() == FORBIDDEN):
         return False

@@ -4,17 +4,25 @@ import torch
 from dspark_kernels import huge_pages
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
 
 class KVStorage:
     """Keys and values of every layer, addressed by slot = block × block_size + offset."""
 
     def __init__(
-        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device = CPU,
     ) -> None:
         shape = (num_layers, num_slots, num_kv_heads, head_dim)
         # Zeroed: a masked-out slot still takes part in arithmetic, and 0 × NaN is NaN.
-        self.k = huge_pages.empty(shape, dtype).zero_()  # [L, S, KV, D]
-        self.v = huge_pages.empty(shape, dtype).zero_()  # [L, S, KV, D]
+        self.k = _empty(shape, dtype, device).zero_()  # [L, S, KV, D]
+        self.v = _empty(shape, dtype, device).zero_()  # [L, S, KV, D]
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of one layer, each [S, KV, D], writable."""
@@ -23,3 +31,9 @@ class KVStorage:
     @property
     def num_bytes(self) -> int:
         return 2 * self.k.numel() * self.k.element_size()
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return huge_pages.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype, device=device)

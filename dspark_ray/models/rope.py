@@ -18,6 +18,11 @@ class RopeTable:
         self.cos = angles.cos() * attention_scaling  # [max_positions, D/2] float32
         self.sin = angles.sin() * attention_scaling  # [max_positions, D/2] float32
 
+    def to(self, device: torch.device) -> "RopeTable":
+        """On that device, in place."""
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        return self
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, each [N, D/2], at `positions` [N]."""
         return self.cos[positions], self.sin[positions]

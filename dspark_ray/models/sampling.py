@@ -32,14 +32,17 @@ class SamplingRows:
         return SamplingRows(self.temperature[index], pick(self.top_k), pick(self.top_p), pick(self.min_p))
 
 
-def sampling_rows(params: Seq[SamplingParams], vocab_size: int) -> SamplingRows:
+def sampling_rows(
+    params: Seq[SamplingParams], vocab_size: int, device: torch.device | None = None
+) -> SamplingRows:
     """Columns for `filtered_probs`; filters that no row uses cost nothing."""
 
     def column(values: Seq[float], used: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.tensor(values, dtype=dtype).unsqueeze(1) if used else None
+        return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1) if used else None
 
     top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
-    temperature = torch.tensor([p.temperature for p in params], dtype=torch.float32).unsqueeze(1)
+    temperature = column([p.temperature for p in params], used=True)
+    assert temperature is not None
     return SamplingRows(
         temperature=temperature,
         top_k=column(top_k, any(k < vocab_size for k in top_k), torch.int64),
@@ -63,6 +66,6 @@ def sample_from(probs: Tensor, uniforms: Tensor) -> Tensor:
     target = (uniforms.double() * cdf[:, -1]).unsqueeze(1)
     index = torch.searchsorted(cdf, target, right=True).clamp(max=probs.shape[1] - 1)
     if bool((probs.gather(1, index) <= 0).any()):  # rounding went past the last token with mass
-        positions = torch.arange(probs.shape[1]).expand_as(probs)
+        positions = torch.arange(probs.shape[1], device=probs.device).expand_as(probs)
         index = torch.minimum(index, torch.where(probs > 0, positions, 0).amax(-1, keepdim=True))
     return index.squeeze(1)

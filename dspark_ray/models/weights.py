@@ -25,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _IGNORABLE_SUFFIXES = ("rotary_emb.inv_freq",)
 _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _NAMES_SHOWN = 8
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +110,24 @@ class WeightSource:
     """The tensors of one checkpoint, handed out by name, each once.
 
     `dtype` is what floating-point tensors become (None: as stored); integer tensors keep theirs. A
-    tensor that needs no cast still shares the memory of the file.
+    tensor that needs no cast still shares the memory of the file, if it stays on the CPU.
     """
 
     def __init__(
-        self, tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor], *, dtype: torch.dtype | None = None
+        self,
+        tensors: Mapping[str, Tensor] | Mapping[str, StoredTensor],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self._tensors = tensors
-        self._dtype = dtype
+        self._dtype, self._device = dtype, device
         self._taken: set[str] = set()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors go."""
+        return self._device
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -151,8 +161,8 @@ class WeightSource:
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if self._dtype is None or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
+            return tensor.to(self._device)
+        return tensor.to(self._device, self._dtype)
 
     def finish(self, *, ignorable: Sequence[str] = ()) -> None:
         """`CheckpointError` if a tensor was never taken, unless its name is in `ignorable`.

@@ -42,7 +42,7 @@ def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:
         "kv_block_size": config.engine.kv_block_size,
         "max_running": config.engine.max_running,
         "max_step_rows": config.engine.max_step_rows,
-        "hardware": hardware_name(),
+        "hardware": hardware_name(config.model.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "kernels": kernels_digest(),
@@ -55,9 +55,9 @@ def target_digest(model_dir: Path) -> str:
     return digest_json([sha256_file(model_dir / "config.json"), *headers])
 
 
-def hardware_name() -> str:
-    """The processor's own name."""
-    if torch.cuda.is_available():
+def hardware_name(device: str = "auto") -> str:
+    """The own name of the processor that `model.device` means."""
+    if device != "cpu" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():

@@ -21,12 +21,15 @@ class Placement:
 def replica_placement(config: AppConfig) -> Placement:
     """The bundles of a configuration's replicas.
 
+    Native: one CPU bundle, with a GPU where `model.device` is cuda.
     vLLM by `mp`: its ranks are processes of the engine actor, which therefore holds all GPUs, on one node.
     By `ray`: a bundle with one GPU each, over as few nodes as will do; vLLM finds the group as the one that
     its engine runs in, and makes none of its own.
     """
     engine_cpus = max(config.serving.replica_cpus, _MIN_CPUS)
     vllm = config.vllm
+    if config.engine.kind == "native" and config.model.device == "cuda":
+        return Placement(({"CPU": engine_cpus, "GPU": 1.0},), "STRICT_PACK", {"num_gpus": 1.0})
     if config.engine.kind != "vllm" or vllm.device == "cpu":
         return Placement(({"CPU": engine_cpus},), "STRICT_PACK")
     if vllm.executor == "mp":

@@ -4,7 +4,7 @@ Key j of request r lives in cache row `block_tables[r, j // block_size] * block_
 head h reads key/value head h // (H / KV).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ class PagedBatch:
         for tensor in (self.query_start, self.kv_len, self.block_tables, self.row_request):
             assert tensor is None or tensor.dtype == torch.int32, f"int32 wanted, got {tensor.dtype}"
             assert tensor is None or tensor.stride(-1) == 1, "the last dimension must be contiguous"
+
+    def to(self, device: torch.device) -> "PagedBatch":
+        """The same batch on that device."""
+        return replace(
+            self,
+            query_start=self.query_start.to(device),
+            kv_len=self.kv_len.to(device),
+            block_tables=self.block_tables.to(device),
+            row_request=None if self.row_request is None else self.row_request.to(device),
+        )
 
     def markers(self, num_rows: int) -> Tensor:
         """`row_request`; made of `query_start` on its device where there is none."""

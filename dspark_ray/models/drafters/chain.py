@@ -11,7 +11,7 @@ from torch import Tensor
 from dspark_ray.core.types import FloatArray
 from dspark_ray.models.adjust import Columns, adjust_draft_row
 from dspark_ray.models.drafters.base import DraftRequest
-from dspark_ray.models.sampling import filtered_probs, sample_from, sampling_rows
+from dspark_ray.models.sampling import SamplingRows, filtered_probs, sample_from, sampling_rows
 
 
 class SlotChooser:
@@ -26,24 +26,29 @@ class SlotChooser:
         requests: Sequence[DraftRequest],
         vocab_map: Tensor | None,
         output_size: int,
+        device: torch.device,
         *,
         wants_features: bool = False,
     ) -> None:
         self._requests, self._vocab_map = requests, vocab_map
-        self._columns = Columns(vocab_map)
+        adjusts = any(r.adjuster is not None for r in requests)
+        self._columns = Columns(vocab_map.cpu() if adjusts and vocab_map is not None else None)
         self._shared = [i for i, r in enumerate(requests) if r.noise_keys is not None]
         self._drawn = [i for i, r in enumerate(requests) if not r.sampling.greedy and r.noise_keys is None]
-        self._shared_filters = sampling_rows([requests[i].sampling for i in self._shared], output_size)
-        self._drawn_filters = sampling_rows([requests[i].sampling for i in self._drawn], output_size)
+        self._shared_filters = self._filters(self._shared, output_size, device)
+        self._drawn_filters = self._filters(self._drawn, output_size, device)
         uniforms = np.stack([r.uniforms for r in requests])
-        self._uniforms = torch.from_numpy(uniforms)[self._drawn]  # [D, n]
+        self._uniforms = torch.from_numpy(uniforms[self._drawn]).to(device)  # [D, n]
         keys = [r.noise_keys for r in requests if r.noise_keys is not None]
-        self._keys = torch.from_numpy(np.array(keys, dtype=np.int64))  # [S, n]
+        self._keys = torch.from_numpy(np.array(keys, dtype=np.int64)).to(device)  # [S, n]
         self._drafted: list[list[int]] = [[] for _ in requests]
-        self._open_slots = torch.ones(uniforms.shape, dtype=torch.bool)
+        self._open_slots = torch.ones(uniforms.shape, dtype=torch.bool)  # on the host
         self._probs: list[Tensor] = []  # per slot [D, Vd]
         self._features: list[Tensor] = []  # per slot [R, 2]
         self._wants_features = wants_features
+
+    def _filters(self, of: Sequence[int], output_size: int, device: torch.device) -> SamplingRows:
+        return sampling_rows([self._requests[i].sampling for i in of], output_size, device)
 
     def choose(self, logits: Tensor) -> Tensor:
         """The next slot's tokens. logits [R, Vd] fp32, changed in place by adjusters → target ids [R]"""
@@ -69,7 +74,7 @@ class SlotChooser:
 
     def token_ids(self) -> Tensor:
         """What was chosen. [R, n] target ids"""
-        return torch.tensor(self._drafted)
+        return torch.tensor(self._drafted)  # on the host
 
     def open_slots(self) -> Tensor:
         """Whether any token that can be drafted was allowed. [R, n] bool
@@ -83,7 +88,7 @@ class SlotChooser:
         """`distribution_features` of each slot [R, n, 2]; None unless wanted."""
         if not self._wants_features:
             return None
-        return np.asarray(torch.stack(self._features, dim=1).numpy(), dtype=np.float32)
+        return np.asarray(torch.stack(self._features, dim=1).cpu().numpy(), dtype=np.float32)
 
     def draft_probs(self) -> list[Tensor | None]:
         """q of each request [n, Vd] that the rejection rule needs it of; None: one-hot."""

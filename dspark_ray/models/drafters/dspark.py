@@ -61,7 +61,7 @@ def _joined(parts: Sequence[ContextRows]) -> ContextRows:
     last = {slot: row for row, slot in enumerate(joined.slots.tolist())}
     if len(last) == len(joined.slots):
         return joined
-    kept = torch.tensor(sorted(last.values()))
+    kept = torch.tensor(sorted(last.values()), device=joined.slots.device)
     return ContextRows(*(field[kept] for field in _fields(joined)))
 
 
@@ -97,6 +97,7 @@ class Backbone:
             config.num_key_value_heads,
             config.head_dim,
             self.target.dtype,
+            self.target.device,
         )
         self.rope = drafter_rope(config, context)
         self.scale = config.head_dim**-0.5
@@ -137,14 +138,14 @@ class Backbone:
         """Hidden states [R, num_tokens, H] of the slots that predict, in blocks [anchor, mask, mask, …]."""
         config = self.config
         size = config.num_slots(num_tokens)
-        ids = torch.full((len(requests), size), config.mask_token_id)
+        ids = torch.full((len(requests), size), config.mask_token_id)  # made on the host, used on the device
         ids[:, 0] = torch.tensor([r.token_ids[-1] for r in requests])
         anchors = [len(r.token_ids) - 1 for r in requests]
         positions = torch.tensor(anchors).unsqueeze(1) + torch.arange(size)
-        cos, sin = self.rope.at(positions.view(-1))
+        cos, sin = self.rope.at(positions.view(-1).to(self.target.device))
         self.store_pending()
         batch = self.pages.batch(requests, anchors, size)  # the keys before the anchor
-        embedded = self.target.embedding[ids.view(-1)]
+        embedded = self.target.embedding[ids.view(-1).to(self.target.device)]
         if self._stack is not None:
             hidden, _ = self._stack(embedded, (cos, sin), self.kv.k, self.kv.v, batch, slots=None)
         else:
@@ -208,7 +209,7 @@ class SequentialHeads:
         logits = hidden.float() @ head.hidden
         if head.markov is not None and self.w1 is not None:
             logits = logits + self.w1[previous].float() @ head.markov
-        return np.asarray((logits + head.bias).numpy(), dtype=np.float32)
+        return np.asarray((logits + head.bias).cpu().numpy(), dtype=np.float32)
 
 
 class DSparkDrafter:
@@ -292,14 +293,14 @@ class DSparkDrafter:
 
     def _chain(self, base: Tensor, hidden: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
         """The sequential head over base logits [R, n, Vd]; plain greedy requests in one compiled op."""
-        anchors = torch.tensor([r.token_ids[-1] for r in requests])
+        anchors = torch.tensor([r.token_ids[-1] for r in requests]).to(base.device)
         plain = self.heads.has_compiled_chain and self._online is None
         fast = [i for i, r in enumerate(requests) if plain and r.sampling.greedy and r.adjuster is None]
         if len(fast) == len(requests):
             return self._greedy_chain(base, anchors)
         slow = sorted(set(range(len(requests))) - set(fast))
-        tokens = torch.empty(base.shape[:2], dtype=torch.int64)
-        previous = torch.empty_like(tokens)
+        tokens = torch.empty(base.shape[:2], dtype=torch.int64)  # on the host, as what is open
+        previous = torch.empty(base.shape[:2], dtype=torch.int64, device=base.device)
         open_slots = torch.ones(base.shape[:2], dtype=torch.bool)
         draft_probs: list[Tensor | None] = [None] * len(requests)
         slow_requests = [requests[i] for i in slow]
@@ -309,7 +310,7 @@ class DSparkDrafter:
             (fast, self._greedy_chain(base[fast], anchors[fast])),
             (slow, self._stepwise_chain(base[slow], hidden[slow], anchors[slow], slow_requests)),
         ):
-            tokens[rows], previous[rows] = chain.token_ids, chain.previous
+            tokens[rows], previous[rows] = chain.token_ids.cpu(), chain.previous
             open_slots[rows] = chain.open_slots
             for row, probs in zip(rows, chain.draft_probs, strict=True):
                 draft_probs[row] = probs
@@ -334,7 +335,11 @@ class DSparkDrafter:
         head = self.heads.markov
         w2 = None if self.heads.w2 is None else self.heads.w2.float()
         chooser = SlotChooser(
-            requests, self.vocab_map, base.shape[-1], wants_features=self._online is not None
+            requests,
+            self.vocab_map,
+            base.shape[-1],
+            base.device,
+            wants_features=self._online is not None,
         )
         state = None if head is None else head.start(len(requests))
         token, previous = anchors, []

@@ -57,6 +57,7 @@ class FeedbackLayer:
     def __init__(self, config: AutoregressiveConfig, weights: Weights, context: DrafterContext) -> None:
         assert isinstance(context.target, Decoder)
         self.config, self.embedding = config, context.target.embedding
+        self.device = context.target.device
         self.pages = ContextPages(config, context)
         self.kv_block_size = context.kv_block_size
         self.layer = LayerWeights(weights, "layers.0", config.qk_norm)
@@ -67,9 +68,9 @@ class FeedbackLayer:
         self.mix = None if eagle else PackedLinear(weights["layers.0.eh_proj.weight"], None)
         self.context_kv = context_kv_weight(weights, 1)
         kv_heads, dtype = config.num_key_value_heads, context.target.dtype
-        self.kv = KVStorage(1, context.num_slots, kv_heads, config.head_dim, dtype)
+        self.kv = KVStorage(1, context.num_slots, kv_heads, config.head_dim, dtype, self.device)
         # The fused taps stay too: a block starts from those of its last committed row.
-        self.hidden = torch.zeros(context.num_slots, config.hidden_size, dtype=dtype)
+        self.hidden = torch.zeros(context.num_slots, config.hidden_size, dtype=dtype, device=self.device)
         self.rope = drafter_rope(config, context)
         self.scale = config.head_dim**-0.5
 
@@ -95,7 +96,7 @@ class FeedbackLayer:
         rows = [len(r.token_ids) - 2 for r in requests]
         assert min(rows) >= 0, "an anchor has a token before it"
         slots = [r.blocks[row // size] * size + row % size for r, row in zip(requests, rows, strict=True)]
-        return self.hidden[torch.tensor(slots)]
+        return self.hidden[torch.tensor(slots, device=self.device)]
 
     def step(
         self, requests: Sequence[DraftRequest], tokens: Tensor, hidden: Tensor, past: _Rows
@@ -105,7 +106,7 @@ class FeedbackLayer:
         config, layer, eps = self.config, self.layer, self.config.rms_norm_eps
         count, index = len(requests), len(past.queries)
         context_lens = [len(r.token_ids) - 2 for r in requests]
-        positions = torch.tensor(context_lens) + index
+        positions = torch.tensor(context_lens, device=self.device) + index
         read, residual = self._inputs(tokens, hidden)
         q, k, v = qkv_rope(
             layer.qkv(read),
@@ -173,8 +174,10 @@ class AutoregressiveDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
         num_tokens, eps = len(requests[0].uniforms), self.config.rms_norm_eps
-        chooser = SlotChooser(requests, self.vocab_map, self.config.output_size, wants_features=True)
-        tokens = torch.tensor([r.token_ids[-1] for r in requests])
+        chooser = SlotChooser(
+            requests, self.vocab_map, self.config.output_size, self.layer.device, wants_features=True
+        )
+        tokens = torch.tensor([r.token_ids[-1] for r in requests], device=self.layer.device)
         hidden, past = self.layer.first_hidden(requests), _Rows([], [], [])
         for _ in range(num_tokens):
             # The sum is the next row's hidden state, and its norm what the LM head reads.

@@ -56,7 +56,8 @@ def drafter_rope(config: DrafterShape, context: DrafterContext) -> RopeTable:
     """Tables up to γ positions past the last one that is ever emitted: a block may reach that far."""
     rope = {"rope_type": "default", "rope_theta": config.rope_theta, **config.rope_scaling}
     max_positions = context.max_positions + config.block_size
-    return build_rope(rope, config.head_dim, max_positions, max_positions)
+    assert isinstance(context.target, Decoder)
+    return build_rope(rope, config.head_dim, max_positions, max_positions).to(context.target.device)
 
 
 class ContextPages:
@@ -64,6 +65,8 @@ class ContextPages:
 
     def __init__(self, config: DrafterShape, context: DrafterContext) -> None:
         self._config, self._block_size = config, context.kv_block_size
+        assert isinstance(context.target, Decoder)
+        self._device = context.target.device
         assert context.path is not None
         self.digest = drafter_digest(Path(context.path))
         if config.context_window is not None and WINDOW_STEP % context.kv_block_size:
@@ -89,7 +92,8 @@ class ContextPages:
             block_size=size,
             max_query=num_rows,
             max_kv=max(lengths),
-        )
+            row_request=torch.arange(len(requests), dtype=torch.int32).repeat_interleave(num_rows),
+        ).to(self._device)
 
     def _first_block(self, request: DraftRequest) -> int:
         """That the window reaches, and of which this drafter has stored everything."""
@@ -108,8 +112,8 @@ def load_for_target(context: DrafterContext, kind: str) -> tuple[DrafterConfig, 
         raise ConfigError(f"speculation.drafter.path is required for kind {kind!r}")
     config, weights = load_checkpoint(Path(context.path), context.target.config.num_layers)
     _check_fits(config, context.target, context)
-    dtype = context.target.dtype
-    cast = {name: t.to(dtype) if t.is_floating_point() else t for name, t in weights.items()}
+    dtype, device = context.target.dtype, context.target.device
+    cast = {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in weights.items()}
     return config, cast, context.target
 
 
@@ -118,7 +122,8 @@ def draft_vocabulary(config: DrafterShape, weights: Weights) -> tuple[Tensor | N
     checkpoint's rows that makes them so), both [Vd]; None and None without a reduced vocabulary."""
     if config.draft_vocab_size is None:
         return None, None
-    vocab_map = torch.arange(config.draft_vocab_size) + weights[D2T_TENSOR]  # d2t holds deltas
+    deltas = weights[D2T_TENSOR]
+    vocab_map = torch.arange(config.draft_vocab_size, device=deltas.device) + deltas
     order = vocab_map.argsort()
     return vocab_map[order], order
 

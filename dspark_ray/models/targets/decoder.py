@@ -28,7 +28,7 @@ from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
 from dspark_ray.models.targets.lora import AdapterRows
 from dspark_ray.models.targets.shard import Shard, Span
-from dspark_ray.models.weights import Part, WeightSource, open_safetensors
+from dspark_ray.models.weights import CPU, Part, WeightSource, open_safetensors
 
 __all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
 
@@ -168,6 +168,7 @@ class Decoder:
         `ConfigError` says which numbers of ranks fit. All ranks are made at the same time."""
         self.config = config  # of the whole model
         self.dtype = dtype
+        self.device = source.device
         self._collective, shard = collective, shard_of(collective)
         self._whole = None if collective is None else source.whole
         self._local = shard.local(config)
@@ -202,7 +203,9 @@ class Decoder:
         self.head = linear(self._head_rows, None)
         source.finish()
         self._computes_rows_alone = stack is not None and self.head.packed is not None
-        self.rope = build_rope(config.rope, config.head_dim, config.max_position_embeddings, max_positions)
+        self.rope = build_rope(
+            config.rope, config.head_dim, config.max_position_embeddings, max_positions
+        ).to(self.device)
 
     @cached_property
     def embedding(self) -> Tensor:
@@ -231,7 +234,9 @@ class Decoder:
     def new_kv(self, num_slots: int) -> KVStorage:
         """KV storage for `num_slots` tokens, of this rank's heads."""
         config = self._local
-        return KVStorage(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype)
+        return KVStorage(
+            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device
+        )
 
     def forward(
         self,
@@ -315,9 +320,10 @@ def load_target(
     max_positions: int,
     quantization: str = "none",
     collective: Collective | None = None,
+    device: torch.device = CPU,
 ) -> Decoder:
     """The target in a Hugging Face directory, or one rank's shard of it; `quantization` as in the
     configuration."""
     config = read_decoder_config(model_dir)
-    source = WeightSource(open_safetensors(model_dir))
+    source = WeightSource(open_safetensors(model_dir), device=device)
     return Decoder(config, source, dtype, max_positions, LINEARS[quantization], collective)

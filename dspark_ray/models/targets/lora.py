@@ -24,7 +24,7 @@ from dspark_ray.models.targets.lora_checkpoint import (
     adapter_digest,
     read_settings,
 )
-from dspark_ray.models.weights import WeightSource, load_tensors
+from dspark_ray.models.weights import CPU, WeightSource, load_tensors
 
 _PREFIX = "base_model.model.model.layers"
 NO_ADAPTER = -1
@@ -36,6 +36,10 @@ class LowRank:
 
     a: Tensor  # [K, in]
     b: Tensor  # [out, K]
+
+    def to(self, device: torch.device) -> "LowRank":
+        """The same product on that device."""
+        return LowRank(self.a.to(device), self.b.to(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,13 @@ class Adapter:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def load_adapter(ref: AdapterRef, config: DecoderConfig, dtype: torch.dtype, max_rank: int) -> Adapter:
+def load_adapter(
+    ref: AdapterRef,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    max_rank: int,
+    device: torch.device = CPU,
+) -> Adapter:
     """Reads an adapter for the target of `config`. Raises `CheckpointError` for one that does not fit, has
     settings that are not carried out, or is no longer what `ref` says.
     """
@@ -66,7 +76,7 @@ def load_adapter(ref: AdapterRef, config: DecoderConfig, dtype: torch.dtype, max
         matrices = _adapted(config, tensors.keys())
         layers = tuple(
             {
-                matrix: _fused(source, f"{_PREFIX}.{index}", parts, settings, dtype)
+                matrix: _fused(source, f"{_PREFIX}.{index}", parts, settings, dtype).to(device)
                 for matrix, parts in matrices.items()
             }
             for index in range(config.num_layers)
@@ -160,7 +170,9 @@ class AdapterPack:
                     PackedLinear(torch.cat([low.a for _, low in of])),
                     PackedLinear(torch.cat([low.b for _, low in of], dim=1)),
                 )
-                self._owners[matrix] = torch.cat([torch.full((len(low.a),), i) for i, low in of])
+                self._owners[matrix] = torch.cat(
+                    [torch.full((len(low.a),), i, device=low.a.device) for i, low in of]
+                )
             self._layers.append(packed)
 
     def rows(self, adapters: Tensor, dtype: torch.dtype) -> "AdapterRows":

@@ -17,6 +17,13 @@ def test_engines_on_a_cpu_take_one_bundle() -> None:
     assert placement("native", cpus=0.0).bundles[0]["CPU"] > 0  # Ray takes no empty bundle
 
 
+def test_a_native_engine_on_a_gpu_reserves_it() -> None:
+    config = parse_app_config({"model": {"device": "cuda"}, "serving": {"replica_cpus": 2.0}})
+    assert replica_placement(config) == Placement(
+        ({"CPU": 2.0, "GPU": 1.0},), "STRICT_PACK", {"num_gpus": 1.0}
+    )
+
+
 def test_ranks_that_are_processes_share_the_engines_bundle() -> None:
     found = placement(tensor_parallel_size=2, data_parallel_size=2)
     assert found.bundles == ({"CPU": 2.0, "GPU": 4.0},)
