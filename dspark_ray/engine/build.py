@@ -33,7 +33,9 @@ def build_engine(
     """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them)."""
     model = config.model
     device = choose_device(model.device)
-    target = load_target(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device)
+    target = load_target(
+        model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device=device
+    )
     if config.engine.deterministic and not target.is_batch_invariant:
         raise ConfigError(f"engine.deterministic: {NOT_INVARIANT}")
     drafter = build_drafter(config, target)
