@@ -72,6 +72,9 @@ class EngineConfig(Section):
     max_step_rows: int = Field(512, ge=8, description="rows of one target step, drafts and prefill together")
     max_waiting: int = Field(512, ge=1, description="queued requests before 503")
     prefix_cache: bool = True
+    cuda_graphs: bool = Field(
+        True, description="on a GPU, replay captured passes of the target for batches of 512 rows at most"
+    )
     deterministic: bool = Field(
         False, description="refuse to start where a text could depend on the batch around it"
     )

@@ -1,9 +1,12 @@
 """From a configuration and a model directory to a running engine."""
 
 import json
+import logging
 from pathlib import Path
 
 import torch
+from dspark_kernels import torch_ops
+from dspark_kernels.dispatch import cuda_version
 
 from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
@@ -12,12 +15,15 @@ from dspark_ray.core.types import SwapOrder, VerificationMode
 from dspark_ray.engine.device import choose_device
 from dspark_ray.engine.engine import NOT_INVARIANT, Engine
 from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.graphs import CudaCapturer, GraphedTarget
 from dspark_ray.engine.hot_swap import HotSwap
 from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.models.drafters import dspark, eagle, ngram  # noqa: F401  (they register themselves)
 from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.scheduling.step_table import StepTable
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -52,12 +58,24 @@ def build_engine(
         eos_token_ids=eos_token_ids(model_dir),
         grammars=Grammars.of_model(model_dir),
     )
+    if device.type == "cuda" and config.engine.cuda_graphs:
+        _capture(engine)
     engine.hot_swap = HotSwap(
         engine, lambda order: build_candidate(config, target, order), target.config.vocab_size, clock
     )
     if config.observability.record_path is not None:
         engine.recorder = StepRecorder(Path(config.observability.record_path), engine_id, clock)
     return engine
+
+
+def _capture(engine: Engine) -> None:
+    """Graphs of the target's passes, where kernels run that read nothing back while they do."""
+    if cuda_version() is torch_ops:
+        logger.warning("no CUDA graphs: the torch reference of the kernels reads lengths back in a pass")
+        return
+    engine.graphs = GraphedTarget(engine.config, engine.target, engine.kv, CudaCapturer())
+    engine.graphs.capture_all(engine.drafter.taps if engine.drafter else ())
+    logger.info("CUDA graphs of %d sizes up to %d rows", len(engine.graphs.sizes), engine.graphs.sizes[-1])
 
 
 def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:

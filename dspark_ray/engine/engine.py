@@ -39,6 +39,7 @@ from dspark_ray.engine.context_watch import ContextWatch
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.grammar import Grammars
+from dspark_ray.engine.graphs import GraphedTarget
 from dspark_ray.engine.hot_swap import HotSwap
 from dspark_ray.engine.logprobs import prompt_logprobs, token_logprobs
 from dspark_ray.engine.recent import RecentSteps, StepRecord
@@ -114,6 +115,7 @@ class Engine:
         self.hot_swap: HotSwap | None = None  # set by `build_engine`
         if drafter is not None:
             self.pool.keep_contexts(drafter.context_digests)
+        self.graphs: GraphedTarget | None = None  # set by `build_engine` on a GPU
         self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
         adaptive = config.speculation.mode is VerificationMode.ADAPTIVE
         self.context_watch = ContextWatch(config.speculation.num_draft_tokens) if adaptive else None
@@ -198,8 +200,7 @@ class Engine:
         work = self._plan()
         if not work:
             return []
-        batch = pack(work, self.pool.block_size).to(self.target.device)
-        forwarded = self._forward(batch)
+        batch, forwarded = self.forward(pack(work, self.pool.block_size))
         verdicts = self._accept(batch, forwarded)
         outputs = self._commit(batch, forwarded, verdicts)
         num_drafted = self._draft()
@@ -236,8 +237,13 @@ class Engine:
             context_tokens=sum(len(s.token_ids) for s in decoding),
         )
 
-    def _forward(self, batch: VerifyBatch) -> Forwarded:
+    def forward(self, packed: VerifyBatch) -> tuple[VerifyBatch, Forwarded]:
+        """The target's pass over a packed batch → the batch on the device, and what the target said."""
         taps = self.drafter.taps if self.drafter else ()
+        if self.graphs is not None and self.graphs.takes(packed):
+            batch, output = self.graphs.run(packed, taps)
+            return batch, Forwarded(output, self.target.logits(output.hidden[batch.logit_rows]))
+        batch = packed.to(self.target.device)
         output = self.target.forward(
             batch.token_ids,
             batch.positions,
@@ -249,7 +255,7 @@ class Engine:
             batch.logit_rows,
         )
         assert output.logits is not None
-        return Forwarded(output, output.logits)
+        return batch, Forwarded(output, output.logits)
 
     def _accept(self, batch: VerifyBatch, forwarded: Forwarded) -> list[Verdict | None]:
         """A verdict per work item; None for a prefill chunk that emits nothing yet."""

@@ -63,7 +63,8 @@ class _Profile:
     ) -> None:
         self._timer, self._settings, self._on_progress, self._clock = timer, settings, on_progress, clock
         limits = timer.engine.config.engine
-        rows = _grid(settings.rows, limits.max_step_rows)
+        self._captured = timer.engine.graphs.sizes if timer.engine.graphs else ()
+        rows = _grid((*settings.rows, *_stairs(self._captured)), limits.max_step_rows)
         requests = _grid(settings.requests, limits.max_running) if timer.engine.drafter else []
         self._draft: list[_Point] = [
             _Point(count, partial(timer.draft_ms, count, settings.context_tokens)) for count in requests
@@ -106,6 +107,7 @@ class _Profile:
                     for block, one in zip(self._draft, self._draft_one, strict=True)
                 ]
             ),
+            staircase_rows=max((p.size for p in verify if p.size in self._captured), default=0),
             context_ms_per_token=context_ms,
             made_from=made_from,
         )
@@ -155,6 +157,11 @@ def _without_context(point: _Point, context_ms: float) -> float:
     Half of it at least stays: the context's cost was fitted on another size of step.
     """
     return max(point.median_ms - context_ms * point.context_tokens, 0.5 * point.median_ms)
+
+
+def _stairs(captured: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of captured steps, and the first one above them: it pays the uncaptured price."""
+    return (*captured, captured[-1] + 1) if captured else ()
 
 
 def _grid(sizes: Sequence[int], limit: int) -> list[int]:

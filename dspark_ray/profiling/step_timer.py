@@ -74,24 +74,13 @@ class StepTimer:
         """Runs the step once."""
         engine = self.engine
         started_ms = self._clock.now_ms()
-        batch = pack(step.work, self._block_size)
-        taps = engine.drafter.taps if engine.drafter else ()
-        output = engine.target.forward(
-            batch.token_ids,
-            batch.positions,
-            engine.kv,
-            batch.slots,
-            batch.paged,
-            taps,
-            logit_rows=batch.logit_rows,
-        )
-        assert output.logits is not None
+        _, forwarded = engine.forward(pack(step.work, self._block_size))
         requests, row = [], 0
         for item in step.work:
             if item.needs_logits:
                 requests.append(VerifyRequest(row, item.draft_tokens, None, _GREEDY, item.sequence.rng))
                 row += len(item.draft_tokens) + 1
-        verify(output.logits, requests, None)
+        verify(forwarded.logits, requests, None)
         return self._clock.now_ms() - started_ms
 
     @torch.inference_mode()
@@ -122,11 +111,13 @@ class StepTimer:
             np.asarray(s.blocks)[w // self._block_size] * self._block_size + w % self._block_size
             for s, w in zip(sequences, where, strict=True)
         ]
-        positions = torch.from_numpy(np.concatenate(where))
+        positions = torch.from_numpy(np.concatenate(where)).to(target.device)
         width = len(drafter.taps) * target.config.hidden_size
-        taps = torch.zeros(len(positions), width, dtype=target.dtype)
+        taps = torch.zeros(len(positions), width, dtype=target.dtype, device=target.device)
         next_tokens = torch.zeros_like(positions)
-        return ContextRows(taps, positions, torch.from_numpy(np.concatenate(slots)), next_tokens)
+        return ContextRows(
+            taps, positions, torch.from_numpy(np.concatenate(slots)).to(target.device), next_tokens
+        )
 
     def _sequences(self, count: int, context: int) -> list[Sequence]:
         """Decoding requests with `context` cached tokens, an anchor and a draft each."""
