@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup setup-vllm fetch serve demo format check audit test test-gpu test-vllm docs wheel clean
+.PHONY: help setup setup-vllm fetch serve demo format check audit test test-gpu gpu-check test-vllm docs wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -88,6 +88,9 @@ test: check fetch  ## check, then the tests with Ray and the real model
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu
+
+gpu-check: setup  ## kernels, engine and step times on a GPU: 8 minutes at most, no network, no Ray
+	$(BIN)/python benchmarks/gpu/check.py
 
 test-vllm: setup-vllm  ## the tests that need vLLM
 	$(VLLM_VENV)/bin/pytest -m vllm

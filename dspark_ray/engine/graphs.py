@@ -12,7 +12,7 @@ What is captured, and how, is behind `Capturer`; tests replay on a CPU by callin
 import bisect
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ class CudaCapturer:
     """CUDA graphs that share one pool of memory."""
 
     def __init__(self) -> None:
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle
 
     def capture(self, run: Callable[[], DecoderOutput]) -> Captured:
         side = torch.cuda.Stream()
