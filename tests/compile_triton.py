@@ -82,6 +82,8 @@ def compile_all() -> set[str]:
         base, tokens = torch.zeros(requests, 2, vocab, dtype=dtype), torch.zeros(requests, dtype=torch.int64)
         ops.markov_chain(base, w1, w2, tokens, torch.arange(vocab))
         ops.markov_logits(base[:, 0], w1, w2, tokens)
+        for kind in (torch.int8, torch.float8_e4m3fn):
+            ops.scaled_linear(x, torch.zeros(256, 4096, dtype=kind), torch.zeros(256), None)
     probs, ids = torch.zeros(rows, vocab), torch.zeros(rows, dtype=torch.int64)
     ops.noisy_argmax(probs, ids, None)
     ops.noisy_argmax(probs, ids, torch.arange(vocab))

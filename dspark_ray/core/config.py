@@ -33,8 +33,8 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="of the native engine; auto: a GPU if its process sees one"
     )
-    quantization: Literal["none", "int8"] = Field(
-        "none", description="int8: the matrices in 8 bits, one scale an output (half the bytes to read)"
+    quantization: Literal["none", "int8", "fp8"] = Field(
+        "none", description="int8, fp8: the matrices in 8 bits, one scale an output (half the bytes to read)"
     )
     max_model_len: int = Field(2048, ge=16, description="longest prompt + output, in tokens")
 

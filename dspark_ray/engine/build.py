@@ -58,7 +58,7 @@ def build_engine(
         eos_token_ids=eos_token_ids(model_dir),
         grammars=Grammars.of_model(model_dir),
     )
-    if device.type == "cuda" and config.engine.cuda_graphs:
+    if target.device.type == "cuda" and config.engine.cuda_graphs:
         _capture(engine)
     engine.hot_swap = HotSwap(
         engine, lambda order: build_candidate(config, target, order), target.config.vocab_size, clock

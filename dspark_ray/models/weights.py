@@ -152,12 +152,12 @@ class WeightSource:
             raise CheckpointError(
                 f"tensor {name!r} has shape {list(stored.shape)}, the config asks for {list(shape)}"
             )
-        return self._cast(_read(stored, part))
+        return self._cast(read_tensor(stored, part))
 
     def whole(self, name: str) -> Tensor:
         """All of a tensor of which parts were taken, or that was taken already."""
         assert name in self._taken, f"tensor {name!r} was not taken"
-        return self._cast(_read(self._tensors[name], None))
+        return self._cast(read_tensor(self._tensors[name], None))
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if self._dtype is None or not tensor.is_floating_point():
@@ -179,7 +179,8 @@ class WeightSource:
             raise CheckpointError(f"{len(leftover)} tensors have no place in the model: {_shorten(leftover)}")
 
 
-def _read(stored: Tensor | StoredTensor, part: Part | None) -> Tensor:
+def read_tensor(stored: Tensor | StoredTensor, part: Part | None) -> Tensor:
+    """All of a tensor, or a part of it."""
     if isinstance(stored, StoredTensor):
         return stored.read(part)
     return (

@@ -21,9 +21,9 @@ from dspark_ray.models.parallel.channel import RankReceiver
 from dspark_ray.models.parallel.follower import Follower
 from dspark_ray.models.parallel.leader import LeadingDecoder
 from dspark_ray.models.parallel.ring import Ring
+from dspark_ray.models.quantized import open_weights
 from dspark_ray.models.targets.config import DecoderConfig, read_decoder_config
 from dspark_ray.models.targets.decoder import LINEARS, load_target
-from dspark_ray.models.weights import WeightSource, open_safetensors
 from dspark_ray.runtime.rank_channel import WAITING_MESSAGES, RankBroadcast, WireReceiver
 from dspark_ray.runtime.transport import bind_inbox, connect
 
@@ -130,7 +130,7 @@ class LeaderEnd:
             self._sender,
             group,
             read_decoder_config(spec.model_dir),
-            WeightSource(open_safetensors(spec.model_dir)),
+            open_weights(spec.model_dir),
             spec.dtype,
             spec.max_positions,
             LINEARS[spec.quantization],

@@ -60,6 +60,7 @@ class CpuOps:
     accept = staticmethod(torch_ops.accept)
     survival_lengths = staticmethod(torch_ops.survival_lengths)
     markov_logits = staticmethod(torch_ops.markov_logits)
+    scaled_linear = staticmethod(torch_ops.scaled_linear)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dtype != x.dtype:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dspark_kernels.compiled import PackedMatrix
 from dspark_kernels.cpu_ops import CpuOps
-from dspark_kernels.dispatch import cpu_version
+from dspark_kernels.dispatch import cpu_version, ops_for
 
 Multiply = Callable[[Tensor], Tensor]
 # oneDNN chooses its layout for a number of rows; from 1 to 256 it chose the same one.
@@ -36,18 +36,32 @@ class PackedLinear:
 class Int8Linear:
     """x @ weight.T + bias with the weight kept in int8: half the bytes to read, and an approximation.
 
-    Each output has its own scale: q = round(w · 127 / max|w|), rounded to even at ties. What is computed is
-    exactly `PackedLinear` of the bf16 weights q · scale, also where the compiled version is not to be had and
-    those weights are kept instead. `largest` [out]: max|w|, of a weight that is some columns of a larger one.
+    Each output has its own scale: q = round(w · 127 / max|w|), rounded to even at ties. On a CPU, what is
+    computed is exactly `PackedLinear` of the bf16 weights q · scale, also where the compiled version is not
+    to be had and those weights are kept instead; elsewhere the scale is applied to the product. `largest`
+    [out]: max|w|, of a weight that is some columns of a larger one.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
         quantized, scales = quantize_int8(weight, largest)
         self.packed = _packed_int8(quantized, scales, bias) if weight.dtype == torch.bfloat16 else None
-        self._multiply = _compiled(self.packed) or PackedLinear(
-            (quantized.float() * scales.unsqueeze(1)).to(weight.dtype), bias
-        )
+        self._multiply = _compiled(self.packed) or _eight_bits(quantized, scales, bias, weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [N, in] → [N, out]."""
+        return self._multiply(x)
+
+
+class Fp8Linear:
+    """As `Int8Linear`, in float8 (e4m3): q = w · 448 / max|w|, to the nearest. A CPU keeps q · scale."""
+
+    packed: PackedMatrix | None = None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, largest: Tensor | None = None) -> None:
+        self.out_features, self.in_features = weight.shape
+        quantized, scales = quantize_fp8(weight, largest)
+        self._multiply = _eight_bits(quantized, scales, bias, weight.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [N, in] → [N, out]."""
@@ -56,10 +70,26 @@ class Int8Linear:
 
 def quantize_int8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """weight [out, in] → (int8 [out, in], scales [out] fp32), symmetric, one scale an output."""
-    weight = weight.float()
-    scales = (weight.abs().amax(dim=1) if largest is None else largest) / 127.0
-    steps = weight / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    steps, scales = _in_steps(weight, largest, 127.0)
     return steps.round().to(torch.int8), scales
+
+
+def quantize_fp8(weight: Tensor, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """weight [out, in] → (float8_e4m3fn [out, in], scales [out] fp32), one scale an output."""
+    steps, scales = _in_steps(weight, largest, torch.finfo(torch.float8_e4m3fn).max)
+    return steps.to(torch.float8_e4m3fn), scales
+
+
+def _in_steps(weight: Tensor, largest: Tensor | None, most: float) -> tuple[Tensor, Tensor]:
+    weight = weight.float()
+    scales = (weight.abs().amax(dim=1) if largest is None else largest) / most
+    return weight / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1), scales
+
+
+def _eight_bits(quantized: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Multiply:
+    if quantized.is_cpu:
+        return PackedLinear((quantized.float() * scales.unsqueeze(1)).to(dtype), bias)
+    return lambda x: ops_for(x).scaled_linear(x, quantized, scales, bias)
 
 
 def _compiled(matrix: PackedMatrix | None) -> Multiply | None:

@@ -15,9 +15,9 @@ from dspark_kernels.attention import PagedBatch
 from dspark_kernels.compiled import LayerFields, StackFields, address
 from dspark_kernels.cpu_ops import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, CpuOps
 from dspark_kernels.dispatch import cpu_version
-from dspark_kernels.linear import Int8Linear, PackedLinear
+from dspark_kernels.linear import Fp8Linear, Int8Linear, PackedLinear
 
-Linear = PackedLinear | Int8Linear
+Linear = PackedLinear | Int8Linear | Fp8Linear
 
 
 class Layer(Protocol):

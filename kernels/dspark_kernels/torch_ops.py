@@ -33,6 +33,7 @@ __all__ = [
     "qkv_rope",
     "qkv_rope_store",
     "rms_norm",
+    "scaled_linear",
     "silu_mul",
     "survival_lengths",
 ]
@@ -72,6 +73,11 @@ def markov_chain(
 
 def markov_logits(base: Tensor, w1: Tensor, w2: Tensor, previous: Tensor) -> Tensor:
     return base.float() + w1[previous].float() @ w2.float()
+
+
+def scaled_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    out = (x.float() @ weight.float().t()) * scales
+    return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

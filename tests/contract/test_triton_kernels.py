@@ -10,6 +10,7 @@ import pytest
 import torch
 from dspark_kernels import torch_ops
 from dspark_kernels.attention import PagedBatch
+from dspark_kernels.linear import quantize_fp8, quantize_int8
 from torch import Tensor
 
 from dspark_ray.scheduling.survival import admit_top, survival
@@ -347,6 +348,18 @@ def test_filtered_probs(device, dtype, size):
         found = triton_ops.filtered_probs(logits, temperature, *filters)
         assert torch.equal(found > 0, expected > 0)
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("dtype", "rows", "size"), cases(DTYPES, (1, 17), ((65, 96), (64, 129))))
+def test_scaled_linear(device, dtype, rows, size, kind):
+    quantise = quantize_int8 if kind == torch.int8 else quantize_fp8
+    values, scales = quantise(torch.randn(size, device=device))
+    assert values.dtype == kind
+    x = torch.randn(rows, size[1], device=device).to(dtype)
+    for bias in (None, torch.randn(size[0], device=device).to(dtype)):
+        expected = torch_ops.scaled_linear(x, values, scales, bias)
+        assert_same(triton_ops.scaled_linear(x, values, scales, bias), expected)
 
 
 # --- acceptance

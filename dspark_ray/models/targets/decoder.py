@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from dspark_kernels.activation import silu_mul
 from dspark_kernels.attention import PagedBatch, paged_attention
-from dspark_kernels.linear import Int8Linear, PackedLinear
+from dspark_kernels.linear import Fp8Linear, Int8Linear, PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import qkv_rope_store
 from dspark_kernels.stack import compiled_stack
@@ -24,16 +24,18 @@ from torch import Tensor
 from dspark_ray.core.errors import CheckpointError
 from dspark_ray.models.collective import Collective
 from dspark_ray.models.kv import KVStorage
+from dspark_ray.models.quantized import open_weights
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
 from dspark_ray.models.targets.lora import AdapterRows
 from dspark_ray.models.targets.shard import Shard, Span
-from dspark_ray.models.weights import CPU, Part, WeightSource, open_safetensors
+from dspark_ray.models.weights import CPU, Part, WeightSource
 
 __all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
 
-Linear = type[PackedLinear] | type[Int8Linear]
-LINEARS: dict[str, Linear] = {"none": PackedLinear, "int8": Int8Linear}
+Matrix = PackedLinear | Int8Linear | Fp8Linear
+Linear = type[PackedLinear] | type[Int8Linear] | type[Fp8Linear]
+LINEARS: dict[str, Linear] = {"none": PackedLinear, "int8": Int8Linear, "fp8": Fp8Linear}
 """model.quantization → how the matrices are kept."""
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -80,7 +82,7 @@ class DecoderLayer:
             whole = collective is None
             return source.take(f"model.layers.{index}.{name}", shape, None if whole else part).to(dtype)
 
-        def fuse(names: str, module: str, bias: bool) -> PackedLinear | Int8Linear:
+        def fuse(names: str, module: str, bias: bool) -> Matrix:
             """Column-parallel: each rank has some of the outputs."""
             weights, biases = [], []
             for name in names.split():
@@ -90,7 +92,7 @@ class DecoderLayer:
                     biases.append(take(f"{module}.{name}_proj.bias", rows, part=span.along(0)))
             return linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
-        def sum_up(name: str, inputs: int, span: Span, bias: bool) -> PackedLinear | Int8Linear:
+        def sum_up(name: str, inputs: int, span: Span, bias: bool) -> Matrix:
             """Row-parallel: each rank has some of the inputs, and what they make is added up."""
             weight = take(f"{name}.weight", hidden, inputs, part=span.along(1))
             added = take(f"{name}.bias", hidden) if bias else None
@@ -98,9 +100,10 @@ class DecoderLayer:
                 return linear(weight, added)
             added = added if shard.rank == 0 else None  # once in the sum
             if linear is PackedLinear:
-                return linear(weight, added)
+                return PackedLinear(weight, added)
             # The scale of an output is that of its whole row.
-            return Int8Linear(weight, added, collective.max(weight.float().abs().amax(dim=1)))
+            eight_bits = Fp8Linear if linear is Fp8Linear else Int8Linear
+            return eight_bits(weight, added, collective.max(weight.float().abs().amax(dim=1)))
 
         self.input_norm = take("input_layernorm.weight", hidden)
         self.qkv = fuse("q k v", "self_attn", config.qkv_bias)
@@ -145,9 +148,7 @@ class DecoderLayer:
     def _summed(self, out: Tensor) -> Tensor:
         return out if self._collective is None else self._collective.sum(out)
 
-    def _apply(
-        self, name: str, linear: PackedLinear | Int8Linear, x: Tensor, adapters: AdapterRows | None
-    ) -> Tensor:
+    def _apply(self, name: str, linear: Matrix, x: Tensor, adapters: AdapterRows | None) -> Tensor:
         out = linear(x)
         return out if adapters is None else adapters.add(self.index, name, x, out)
 
@@ -325,5 +326,5 @@ def load_target(
     """The target in a Hugging Face directory, or one rank's shard of it; `quantization` as in the
     configuration."""
     config = read_decoder_config(model_dir)
-    source = WeightSource(open_safetensors(model_dir), device=device)
+    source = open_weights(model_dir, device=device)
     return Decoder(config, source, dtype, max_positions, LINEARS[quantization], collective)
