@@ -13,6 +13,7 @@ from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import SwapOrder, VerificationMode
 from dspark_ray.engine.device import choose_device
+from dspark_ray.engine.device_memory import check_fits, device_needs
 from dspark_ray.engine.engine import NOT_INVARIANT, Engine
 from dspark_ray.engine.grammar import Grammars
 from dspark_ray.engine.graphs import CudaCapturer, GraphedTarget
@@ -39,6 +40,8 @@ def build_engine(
     """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them)."""
     model = config.model
     device = choose_device(model.device)
+    if device.type == "cuda":
+        check_fits(device_needs(config, model_dir), config, torch.cuda.mem_get_info(device)[0])
     target = load_target(
         model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device=device
     )
