@@ -1,0 +1,54 @@
+"""The whole engine on Triton's kernels, through the interpreter: the same texts as on the reference.
+
+Finds what single kernels do not show: views that are not contiguous, types that do not meet, shapes of none.
+"""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from dspark_kernels import dispatch, torch_ops
+
+from dspark_ray.engine.graphs import GraphedTarget
+from tests.contract.test_graphs import RerunCapturer
+from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install 'dspark-ray[gpu]'")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has the kernels compiled"),
+]
+
+VOCAB = 19
+REQUESTS = [
+    request("greedy", [1, 2, 3], temperature=0.0, max_tokens=5),
+    request("seeded", [6, 7, 8, 9], temperature=1.0, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=5),
+    request("ruled", [3], temperature=0.0, frequency_penalty=0.7, max_tokens=4),
+]
+
+
+@lru_cache
+def version(name: str) -> dispatch.Ops:
+    return torch_ops if name == "torch" else dispatch._triton_ops()
+
+
+@pytest.mark.parametrize(("dtype", "draft_vocab"), [("float32", None), ("bfloat16", range(1, VOCAB, 2))])
+def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vocab):
+    checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=draft_vocab)
+    texts = {}
+    for name in ("torch", "triton", "triton with captured passes"):
+        monkeypatch.setattr(dispatch, "cpu_version", lambda name=name: version(name[:6].rstrip()))
+        target = tiny_decoder(VOCAB, sharpness=4.0, dtype=getattr(torch, dtype))
+        engine = tiny_engine(
+            checkpoint,
+            vocab_size=VOCAB,
+            target=target,
+            model={"dtype": dtype},
+            engine={"max_running": 3, "kv_num_blocks": 64},
+        )
+        if name.endswith("passes"):
+            engine.graphs = GraphedTarget(engine.config, target, engine.kv, RerunCapturer())
+            engine.graphs.sizes = (8, 15)
+        texts[name] = run(engine, REQUESTS)
+    assert texts["triton"] == texts["torch"]
+    assert texts["triton with captured passes"] == texts["torch"]
