@@ -50,44 +50,56 @@ def batch(rows: int, requests: int, max_kv: int) -> PagedBatch:
 
 def compile_all() -> set[str]:
     names = compile_instead_of_running()
+    compile_model_ops(torch.bfloat16, requests=4, rows=32)
+    compile_model_ops(torch.bfloat16, requests=1, rows=1)  # a size of 1 is a constant to the compiler
+    compile_model_ops(torch.float32, requests=4, rows=32)
+    compile_choices(requests=4, rows=32, vocab=9000)
+    compile_choices(requests=1, rows=1, vocab=500)
+    return set(names)
+
+
+def compile_model_ops(dtype: torch.dtype, *, requests: int, rows: int) -> None:
+    """A decoder's and a drafter's."""
     from dspark_kernels import triton_ops as ops
 
-    requests, heads, kv_heads, dim, vocab, rank = 4, 8, 2, 128, 9000, 256
-    rows = requests * 8
-    for dtype in (torch.bfloat16, torch.float32):
-        x, norm = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
-        ops.rms_norm(x, norm, 1e-6)
-        ops.add_rms_norm(x, x, norm, 1e-6)
-        ops.silu_mul(x)
-        q = torch.zeros(rows, heads, dim, dtype=dtype)
-        k = torch.zeros(rows, kv_heads, dim, dtype=dtype)
-        cache = torch.zeros(1024, kv_heads, dim, dtype=dtype)
-        qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
-        cos = torch.zeros(rows, dim // 2)
-        head_norm, slots = torch.zeros(dim, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
-        ops.qkv_rope(qkv, cos, cos, heads, kv_heads, None, None, 1e-6)
-        ops.qkv_rope_store(qkv, cos, cos, heads, kv_heads, head_norm, head_norm, 1e-6, cache, cache, slots)
-        kv = qkv[:, : 2 * kv_heads * dim].contiguous()
-        ops.k_rope_store(kv, cos, cos, kv_heads, head_norm, 1e-6, cache, cache, slots)
-        for splits in (1, 8):
-            paged = batch(rows, requests, 4096)
-            ops.paged_attention(q, cache, cache, paged, 0.1, splits=splits)
-            ops.block_attention(q, k, k, cache, cache, paged, 0.1, splits=splits)
-        ops.paged_attention(q, cache, cache, batch(rows, requests, 4096), 0.1, 1024, 30.0)
-        logits = torch.zeros(rows, vocab, dtype=dtype)
-        ops.argmax(logits)
-        column = torch.ones(rows, 1)
-        ops.filtered_probs(logits, column, column.long(), column, column)
-        w1, w2 = torch.zeros(vocab, rank, dtype=dtype), torch.zeros(rank, vocab, dtype=dtype)
-        base, tokens = torch.zeros(requests, 2, vocab, dtype=dtype), torch.zeros(requests, dtype=torch.int64)
-        ops.markov_chain(base, w1, w2, tokens, torch.arange(vocab))
-        ops.markov_logits(base[:, 0], w1, w2, tokens)
-        for kind in (torch.int8, torch.float8_e4m3fn):
-            ops.scaled_linear(x, torch.zeros(256, 4096, dtype=kind), torch.zeros(256), None)
-    probs, ids = torch.zeros(rows, vocab), torch.zeros(rows, dtype=torch.int64)
+    heads, kv_heads, dim, vocab, rank = 8, 2, 128, 9000, 256
+    x, norm = torch.zeros(rows, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    ops.rms_norm(x, norm, 1e-6)
+    ops.add_rms_norm(x, x, norm, 1e-6)
+    ops.silu_mul(x)
+    q = torch.zeros(rows, heads, dim, dtype=dtype)
+    k = torch.zeros(rows, kv_heads, dim, dtype=dtype)
+    cache = torch.zeros(1024, kv_heads, dim, dtype=dtype)
+    qkv = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    cos = torch.zeros(rows, dim // 2)
+    head_norm, slots = torch.zeros(dim, dtype=dtype), torch.zeros(rows, dtype=torch.int64)
+    ops.qkv_rope(qkv, cos, cos, heads, kv_heads, None, None, 1e-6)
+    ops.qkv_rope_store(qkv, cos, cos, heads, kv_heads, head_norm, head_norm, 1e-6, cache, cache, slots)
+    kv = qkv[:, : 2 * kv_heads * dim].contiguous()
+    ops.k_rope_store(kv, cos, cos, kv_heads, head_norm, 1e-6, cache, cache, slots)
+    paged = batch(rows, requests, 4096)
+    for splits in (1, 8) if dtype == torch.bfloat16 else (1,):
+        ops.paged_attention(q, cache, cache, paged, 0.1, splits=splits)
+        ops.block_attention(q, k, k, cache, cache, paged, 0.1, splits=splits)
+    ops.paged_attention(q, cache, cache, paged, 0.1, 1024, 30.0)
+    ops.argmax(torch.zeros(rows, vocab, dtype=dtype))
+    w1, w2 = torch.zeros(vocab, rank, dtype=dtype), torch.zeros(rank, vocab, dtype=dtype)
+    base, tokens = torch.zeros(requests, 2, vocab, dtype=dtype), torch.zeros(requests, dtype=torch.int64)
+    ops.markov_chain(base, w1, w2, tokens, torch.arange(vocab))
+    ops.markov_logits(base[:, 0], w1, w2, tokens)
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        ops.scaled_linear(x, torch.zeros(256, 4096, dtype=kind), torch.zeros(256), None)
+
+
+def compile_choices(*, requests: int, rows: int, vocab: int) -> None:
+    """What picks tokens and lengths."""
+    from dspark_kernels import triton_ops as ops
+
+    probs, ids, column = torch.zeros(rows, vocab), torch.zeros(rows, dtype=torch.int64), torch.ones(rows, 1)
+    ops.filtered_probs(probs, column, column.long(), column, column)
     ops.noisy_argmax(probs, ids, None)
     ops.noisy_argmax(probs, ids, torch.arange(vocab))
-    starts = torch.arange(0, rows + 1, 8, dtype=torch.int32)
+    starts = torch.linspace(0, rows, requests + 1).int()
     ops.leading_matches(ids, ids, starts, 7)
     uniforms = torch.zeros(rows, dtype=torch.float64)
     hot = torch.zeros(requests, dtype=torch.bool)
@@ -99,10 +111,8 @@ def compile_all() -> set[str]:
         (part, hot, vocab_map, ids),
     ):
         ops.accept(probs, ids, starts, 7, uniforms, ids[:requests], *extra)
-    for many in (1, 100):
-        lens = torch.zeros(many, dtype=torch.int32)
-        ops.survival_lengths(torch.zeros(many, 7), torch.ones(1, dtype=torch.int32), lens)
-    return set(names)
+    lens = torch.zeros(requests, dtype=torch.int32)
+    ops.survival_lengths(torch.zeros(requests, 7), torch.ones(1, dtype=torch.int32), lens)
 
 
 if __name__ == "__main__":
