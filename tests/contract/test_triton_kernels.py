@@ -61,6 +61,7 @@ def cases(*axes):
 @pytest.mark.parametrize(("dtype", "rows", "size"), cases(DTYPES, (0, 1, 3), (5, 64, 576, 1025)))
 def test_norms(device, dtype, rows, size):
     x, residual = torch.randn(2, rows, size, device=device).to(dtype).unbind(0)
+    x[:1] *= 1e-3  # where eps counts
     weight = torch.randn(size, device=device).to(dtype)
     assert_same(triton_ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
     normed, total = triton_ops.add_rms_norm(x, residual, weight, 1e-5)
@@ -409,6 +410,18 @@ def test_rejection(device, vocab, kind):
     found = triton_ops.accept(probs, drafted, start, max(lengths), uniforms, keys, *extra)
     expected = torch_ops.accept(probs, drafted, start, max(lengths), uniforms, keys, *extra)
     assert [t.tolist() for t in found] == [t.tolist() for t in expected]
+
+
+def test_a_refused_token_is_not_drawn_again(device):
+    requests, vocab = 40, 5
+    _, start, drafted = ragged_drafts([1] * requests, vocab, device)
+    probs = torch.full((2 * requests, vocab), 0.025, device=device)
+    probs[torch.arange(2 * requests, device=device), drafted] = 0.9
+    uniforms = torch.full((2 * requests,), 0.95, dtype=torch.float64, device=device)
+    keys = torch.arange(requests, device=device) * 7919
+    counts, following = triton_ops.accept(probs, drafted, start, 1, uniforms, keys, None, None, None, None)
+    assert not counts.any()
+    assert not (following == drafted[::2]).any()
 
 
 def test_the_rejection_rule_gives_the_targets_law(device):
