@@ -358,6 +358,7 @@ class SurvivalReport:
     table: dict[str, Any] | None  # the step table; None once the actor has acknowledged its digest
     budget_tokens: float  # mean of the recent steps
     claims: RowClaims | None = None  # None: all rows are of the default tier
+    plan_address: str = ""  # zmq address where plans may be sent unasked; empty: nowhere
 
 
 @dataclass(frozen=True, slots=True)

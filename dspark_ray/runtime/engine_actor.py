@@ -130,6 +130,7 @@ class EngineActor:
             self._generation,
             self._send_plan,
             self._clock,
+            inbox.address,
         )
         outboxes = Outboxes(context, self._clock)
         self._loop = EngineLoop(

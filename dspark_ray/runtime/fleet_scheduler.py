@@ -15,6 +15,8 @@ from dspark_ray.scheduling.step_table import StepTable
 logger = logging.getLogger(__name__)
 
 MAX_TABLES = 64
+REPORT_COST_MS = 1.0  # of the scheduler's time that a report may take: its call, and the curve made of it
+LIVE_INTERVALS = 3.0  # without a report after which a replica is gone, if that is longer than a plan lives
 REST = 4.0  # a round that took t ms is followed by no other for REST·t: planning never takes all the time
 
 
@@ -24,6 +26,7 @@ class PlanReply:
 
     plan: StepPlan | None  # None: the report was stale
     knows_table: bool  # False: the next report must carry its step table
+    interval_ms: float = 0.0  # until the next report, at least
 
 
 @dataclass(slots=True)
@@ -38,7 +41,8 @@ class FleetScheduler:
     """Full state per replica, the last report wins; a replica that falls silent leaves the view.
 
     Not thread-safe. Every call returns within one planning round. A report starts a round unless the last one
-    was so long that rounds would take all the time; then it is answered from that one.
+    was so long that rounds would take all the time; then it is answered from that one. In a fleet too large
+    to report every `report_interval_ms`, replicas report less often, and plans are `pushed` to all of them.
     """
 
     def __init__(self, app_name: str, config: SchedulerConfig, clock: Clock) -> None:
@@ -56,6 +60,24 @@ class FleetScheduler:
         if config != self._config:
             self._set_config(config)
 
+    @property
+    def interval_ms(self) -> float:
+        """Between two reports of a replica: as configured, or as long as so many replicas need."""
+        return max(self._config.report_interval_ms, REPORT_COST_MS * len(self._members))
+
+    @property
+    def pushes(self) -> bool:
+        """Whether plans go to all replicas at once instead of answering reports."""
+        return self.interval_ms > self._config.report_interval_ms
+
+    def pushed(self) -> list[tuple[str, StepPlan]]:
+        """A round of plans and where to send them; empty while the fleet is small."""
+        if not self.pushes:
+            return []
+        self._round = {plan.replica_id: plan for plan in self.plans()}
+        addresses = {name: member.report.plan_address for name, member in self._members.items()}
+        return [(addresses[name], plan) for name, plan in self._round.items() if addresses[name]]
+
     def report(self, report: SurvivalReport) -> PlanReply:
         """Takes a report and plans the fleet with it; the plan for its replica."""
         member = self._members.get(report.replica_id)
@@ -64,7 +86,7 @@ class FleetScheduler:
         self._learn_table(report)
         self._members[report.replica_id] = _Member(replace(report, table=None), self._clock.now_ms())
         now_ms = self._clock.now_ms()
-        if self._round_due_ms is None or now_ms >= self._round_due_ms:
+        if not self.pushes and (self._round_due_ms is None or now_ms >= self._round_due_ms):
             self._round = {plan.replica_id: plan for plan in self.plans()}
             ended_ms = self._clock.now_ms()
             self._round_due_ms = ended_ms + REST * (ended_ms - now_ms)
@@ -76,11 +98,14 @@ class FleetScheduler:
         return PlanReply(
             plan,
             knows_table=not report.table_digest or report.table_digest in self._tables,
+            interval_ms=self.interval_ms,
         )
 
     def plans(self) -> tuple[StepPlan, ...]:
         """One planning round over the live replicas; each plan answers its replica's last report."""
-        horizon_ms = self._clock.now_ms() - self._config.plan_ttl_ms
+        horizon_ms = self._clock.now_ms() - max(
+            self._config.plan_ttl_ms, LIVE_INTERVALS * self.interval_ms if self.pushes else 0.0
+        )
         self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
         self._num_rounds += 1
         reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))

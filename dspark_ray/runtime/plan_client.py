@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -29,7 +30,8 @@ RESOLVE_TIMEOUT_S = 30.0  # a new scheduler's process has to start
 
 
 class PlanClient:
-    """Reports every `report_interval_ms` and hands plans to `deliver` (on the client's own thread)."""
+    """Reports every `report_interval_ms`, in a large fleet less often, and hands plans to `deliver` (on the
+    client's own thread)."""
 
     def __init__(
         self,
@@ -39,13 +41,17 @@ class PlanClient:
         generation: int,
         deliver: Callable[[StepPlan], None],
         clock: Clock,
+        plan_address: str = "",
     ) -> None:
+        """plan_address: where the scheduler may send plans unasked"""
         self._app_name = app_name
         self._config = config
         self._replica_id = replica_id
         self._generation = generation
         self._deliver = deliver
         self._clock = clock
+        self._plan_address = plan_address
+        self._interval_ms = config.report_interval_ms  # or longer, as the scheduler says
         self._reports: queue.Queue[SurvivalReport] = queue.Queue(maxsize=1)
         self._sequence = 0
         self._due_ms = 0.0
@@ -75,14 +81,13 @@ class PlanClient:
         now_ms = self._clock.now_ms()
         if now_ms < self._due_ms:
             return
-        self._due_ms = now_ms + self._config.report_interval_ms
+        self._due_ms = now_ms + self._interval_ms
         if self._reports.empty():
             self._sequence += 1
-            self._reports.put(
-                engine.make_report(
-                    self._replica_id, self._generation, self._sequence, not self._table_is_known
-                )
+            report = engine.make_report(
+                self._replica_id, self._generation, self._sequence, not self._table_is_known
             )
+            self._reports.put(replace(report, plan_address=self._plan_address))
 
     def wait_ms(self) -> float:
         """Until the next report is due."""
@@ -105,6 +110,7 @@ class PlanClient:
     def _report(self, report: SurvivalReport) -> None:
         if (reply := self._exchange(report)) is not None:
             self._table_is_known = reply.knows_table
+            self._interval_ms = max(self._config.report_interval_ms, reply.interval_ms)
             if reply.plan is not None:
                 self._deliver(reply.plan)
 

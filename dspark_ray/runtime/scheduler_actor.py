@@ -15,11 +15,12 @@ import threading
 from typing import Any
 
 import ray
+import zmq
 from ray.util import list_named_actors
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import SchedulerConfig
-from dspark_ray.core.types import SurvivalReport
+from dspark_ray.core.types import StepPlan, SurvivalReport
 from dspark_ray.runtime.adapter_directory import AdapterDirectory
 from dspark_ray.runtime.fleet_scheduler import FleetScheduler, PlanReply
 from dspark_ray.runtime.logs import configure_logging
@@ -30,6 +31,7 @@ from dspark_ray.runtime.names import (
     scheduler_name,
     serve_replica_prefix,
 )
+from dspark_ray.runtime.plan_push import PlanPush
 
 logger = logging.getLogger(__name__)
 
@@ -46,19 +48,25 @@ class SchedulerActor:
         configure_logging()
         self._app_name = app_name
         self._scheduler = FleetScheduler(app_name, config, SystemClock())
+        self._lock = threading.Lock()  # around the scheduler: calls and pushes are two threads
+        self._push = PlanPush(self._due_plans, zmq.Context(), SystemClock())
+        self._push.start()
         self._leaving = threading.Event()
         threading.Thread(target=self._watch_application, name="dspark-watch", daemon=True).start()
 
     def configure(self, config: SchedulerConfig) -> None:
         """Called by every plan client when it finds this actor."""
-        self._scheduler.configure(config)
+        with self._lock:
+            self._scheduler.configure(config)
 
     def report(self, report: SurvivalReport) -> PlanReply:
-        return self._scheduler.report(report)
+        with self._lock:
+            return self._scheduler.report(report)
 
     def leave(self, replica_id: str) -> None:
         """A replica shuts down; perhaps the whole application does."""
-        self._scheduler.remove(replica_id)
+        with self._lock:
+            self._scheduler.remove(replica_id)
         self._leaving.set()
 
     def set_cap(self, draft_tokens_per_s: float | None) -> None:
@@ -66,15 +74,23 @@ class SchedulerActor:
 
         Raises `ConfigError` for a policy without a cap, or a cap that is none.
         """
-        self._scheduler.set_cap(draft_tokens_per_s)
+        with self._lock:
+            self._scheduler.set_cap(draft_tokens_per_s)
+            plans = () if self._scheduler.pushes else self._scheduler.plans()  # the next push is soon
         logger.info("cap of %s: %s draft tokens/s", self._app_name, draft_tokens_per_s)
-        for plan in self._scheduler.plans():
+        for plan in plans:
             with contextlib.suppress(ValueError):  # a replica that just died
                 engine = ray.get_actor(engine_name(self._app_name, plan.replica_id), NAMESPACE)
                 engine.apply_plan.remote(plan)
 
     def state(self) -> dict[str, Any]:
-        return self._scheduler.state()
+        with self._lock:
+            state = self._scheduler.state()
+        return {**state, "pushes": {"rounds": self._push.num_rounds, "total_ms": self._push.rounds_ms}}
+
+    def _due_plans(self) -> list[tuple[str, StepPlan]]:
+        with self._lock:
+            return self._scheduler.pushed()
 
     def pid(self) -> int:
         """For those who test what its death costs."""

@@ -1,5 +1,7 @@
 """Reports in, plans out: shares of a cap, stale reports, silent replicas, tables by digest."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import SchedulerConfig, TierConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import ServiceTier, SurvivalReport
-from dspark_ray.runtime.fleet_scheduler import FleetScheduler
+from dspark_ray.runtime.fleet_scheduler import LIVE_INTERVALS, REPORT_COST_MS, FleetScheduler
 from dspark_ray.scheduling.step_table import StepTable
 
 TABLE = StepTable(np.array([1, 64]), np.array([5.0, 20.0]))
@@ -144,3 +146,28 @@ def test_the_same_configuration_keeps_the_cap_and_another_replaces_it(fleet: Fle
     assert fleet.state()["cap_draft_tokens_per_s"] == 70.0
     fleet.configure(SchedulerConfig())
     assert fleet.state()["policy"] == "local"
+
+
+def test_a_large_fleet_reports_less_often_and_is_sent_its_plans(clock: ManualClock) -> None:
+    config = SchedulerConfig(
+        policy="shared_cap", cap_draft_tokens_per_s=1500.0, report_interval_ms=20.0, plan_ttl_ms=100.0
+    )
+    fleet, num = FleetScheduler("app", config, clock), 50
+    for number in range(20):
+        reply = fleet.report(replace(report(f"{number:02}"), plan_address=f"tcp://{number:02}"))
+        assert reply.plan is not None
+        assert (reply.interval_ms, fleet.pushed()) == (20.0, [])
+    for number in range(20, num):
+        reply = fleet.report(replace(report(f"{number:02}"), plan_address=f"tcp://{number:02}"))
+        assert reply.interval_ms == REPORT_COST_MS * (number + 1)
+        assert reply.plan is None  # it plans alone until the next push
+    pushed = fleet.pushed()
+    assert [address for address, _ in pushed] == [f"tcp://{number:02}" for number in range(num)]
+    assert [plan.draft_tokens_per_s for _, plan in pushed] == pytest.approx([30.0] * num)
+    clock.advance(10.0)
+    assert fleet.report(report("00", 2)).plan is not None  # the one that was pushed
+    clock.advance(LIVE_INTERVALS * REPORT_COST_MS * num - 11.0)  # longer than a plan lives
+    assert len(fleet.plans()) == num
+    clock.advance(2.0)
+    assert len(fleet.plans()) == 1
+    assert not fleet.pushes

@@ -58,7 +58,7 @@ class Bench:
         self.engine = FakeEngine(AppConfig(), step_ms=0.0)
         self.plans: list[StepPlan] = []
         self.arrived = threading.Event()
-        self.client = PlanClient("app", CONFIG, "me", 7, self._deliver, self.clock)
+        self.client = PlanClient("app", CONFIG, "me", 7, self._deliver, self.clock, "tcp://here")
 
     def _deliver(self, plan: StepPlan) -> None:
         self.plans.append(plan)
@@ -98,6 +98,19 @@ def test_nothing_is_reported_early_or_beside_another_report(actor: Actor, bench:
     bench.client.start()
     assert bench.arrived.wait(5.0)
     assert [report.sequence for report in actor.reports] == [1]
+
+
+def test_the_scheduler_says_how_often_to_report(
+    actor: Actor, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FleetScheduler, "interval_ms", 700.0)
+    bench.client.start()
+    bench.client.tick(bench.engine)
+    eventually(lambda: bench.client._interval_ms == 700.0)
+    bench.clock.advance(CONFIG.report_interval_ms)
+    bench.client.tick(bench.engine)  # this one was due before the answer came
+    assert bench.client.wait_ms() == 700.0
+    assert {report.plan_address for report in actor.reports} == {"tcp://here"}
 
 
 def test_a_scheduler_that_died_is_found_again_with_its_table_sent_anew(actor: Actor, bench: Bench) -> None:
