@@ -1,10 +1,11 @@
 """How long the central scheduler plans: reports of many replicas, no processes, no network.
 
-    python benchmarks/fleet/planning.py [--replicas 250 500 1000] [--requests 256] [--rounds 5]
-        [--name fleet-planning]
+    python benchmarks/fleet/planning.py [--replicas 250 500 1000 2000] [--requests 256] [--rounds 5]
+        [--groups 10 100] [--name fleet-planning]
 
 Every round takes one new report of each replica, works out its curve (once a report), and plans all of them
-once. Times are of the processor, one thread. Writes benchmarks/results/NAME.json.
+once. Of groups of 1,000 replicas: the curve of one, and the split of the cap over them. Times are of the
+processor, one thread. Writes benchmarks/results/NAME.json.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from dspark_ray.core.config import SchedulerConfig
 from dspark_ray.core.types import FleetView, StepPlan, SurvivalReport
 from dspark_ray.runtime.fleet_scheduler import FleetScheduler
 from dspark_ray.scheduling.fleet import FLEET_POLICIES
+from dspark_ray.scheduling.groups import split_over_groups
 from dspark_ray.scheduling.step_table import StepTable
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
@@ -87,6 +89,28 @@ def measure(num_replicas: int, num_requests: int, rounds: int) -> dict[str, Any]
     }
 
 
+def measure_groups(num_groups: int, num_requests: int, rounds: int) -> dict[str, Any]:
+    """The outer split, 1,000 replicas a group; medians over the rounds, in ms of processor time."""
+    policy, tables = FLEET_POLICIES.get("shared_cap")(), {table.digest: table for table in TABLES}
+    view = FleetView(tuple(reports(1000, num_requests, 1)), dict(tables), 2e6)
+    policy.plan(view, tables)  # the curves of single replicas are worked out once a report
+    curve_ms, split_ms = [], []
+    for _ in range(rounds):
+        started = time.process_time()
+        demand = policy.demand(view, tables)
+        curve_ms.append(1e3 * (time.process_time() - started))
+        assert demand is not None
+        started = time.process_time()
+        split_over_groups(dict.fromkeys(range(num_groups), demand), 2e6 * num_groups, num_groups)
+        split_ms.append(1e3 * (time.process_time() - started))
+    return {
+        "groups": num_groups,
+        "replicas": 1000 * num_groups,
+        "group_curve_ms": round(float(np.median(curve_ms)), 2),
+        "split_ms": round(float(np.median(split_ms)), 2),
+    }
+
+
 def _no_plans() -> tuple[StepPlan, ...]:
     return ()
 
@@ -96,18 +120,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--replicas", type=int, nargs="+", default=[250, 500, 1000])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[250, 500, 1000, 2000])
+    parser.add_argument("--groups", type=int, nargs="+", default=[10, 100])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--name", default="fleet-planning", help="of the result file")
     options = parser.parse_args()
     rows = [measure(count, options.requests, options.rounds) for count in options.replicas]
-    for row in rows:
+    groups = [measure_groups(count, options.requests, options.rounds) for count in options.groups]
+    for row in (*rows, *groups):
         print(json.dumps(row))
     result = {
         "command": shlex.join(["python", "benchmarks/fleet/planning.py", *sys.argv[1:]]),
         "gamma": GAMMA,
         "rows": rows,
+        "groups": groups,
     }
     path = RESULTS_DIR / f"{options.name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

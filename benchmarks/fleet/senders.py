@@ -1,7 +1,7 @@
 """The central scheduler and a fleet of senders: ingest, planning and fan-out over the real transport.
 
     python benchmarks/fleet/senders.py [--replicas 250 500 1000 2000] [--requests 256] [--seconds 20]
-        [--name fleet-senders]
+        [--groups 1] [--name fleet-senders]
 
 The scheduler actor is the application's own. A sender is a replica without an engine: it reports by Ray calls
 as often as the scheduler lets it, full survival scores each time, and has an address of its own for plans.
@@ -33,6 +33,7 @@ from dspark_ray.core.types import SurvivalReport
 from dspark_ray.runtime.messages import ApplyPlan, decode
 from dspark_ray.runtime.names import NAMESPACE, engine_name
 from dspark_ray.runtime.scheduler_actor import find_or_start_scheduler
+from dspark_ray.scheduling.groups import group_of
 
 APP = "senders"
 SAMPLE_S = 0.05
@@ -53,9 +54,13 @@ class Senders:
 
     async def run(self, seconds: float) -> dict[str, Any]:
         """Reports for so long after a warm-up; ages of plans in ms, sampled, and how much was said."""
-        scheduler = find_or_start_scheduler(APP, self._config)
-        await scheduler.configure.remote(self._config)
-        tasks = [asyncio.create_task(self._send(scheduler, report)) for report in self._reports]
+        num_groups = self._config.num_groups
+        schedulers = [find_or_start_scheduler(APP, self._config, group) for group in range(num_groups)]
+        await asyncio.gather(*(scheduler.configure.remote(self._config) for scheduler in schedulers))
+        tasks = []
+        for report in self._reports:
+            scheduler = schedulers[group_of(report.replica_id, num_groups)]
+            tasks.append(asyncio.create_task(self._send(scheduler, report)))
         tasks.append(asyncio.create_task(self._receive()))
         await asyncio.sleep(WARM_UP_S)
         self._num_reports, self._latencies_ms = 0, []
@@ -102,11 +107,14 @@ class Senders:
             self._arrived[message.plan.replica_id] = time.monotonic()
 
 
-def measure(num_replicas: int, num_requests: int, seconds: float, num_processes: int) -> dict[str, Any]:
-    """One fleet; the scheduler is started anew for it."""
-    config = SchedulerConfig(policy="shared_cap", cap_draft_tokens_per_s=2000.0 * num_replicas)
-    scheduler = find_or_start_scheduler(APP, config)
-    pid = ray.get(scheduler.pid.remote())
+def measure(
+    num_replicas: int, num_requests: int, seconds: float, num_processes: int, num_groups: int
+) -> dict[str, Any]:
+    """One fleet; its schedulers are started anew for it."""
+    cap = 2000.0 * num_replicas
+    config = SchedulerConfig(policy="shared_cap", cap_draft_tokens_per_s=cap, num_groups=num_groups)
+    schedulers = [find_or_start_scheduler(APP, config, group) for group in range(num_groups)]
+    pids = ray.get([scheduler.pid.remote() for scheduler in schedulers])
     actor_class: Any = ray.remote(Senders)
     share = -(-num_replicas // num_processes)
     senders = [
@@ -118,19 +126,21 @@ def measure(num_replicas: int, num_requests: int, seconds: float, num_processes:
     ]
     runs = [sender.run.remote(seconds) for sender in senders]
     time.sleep(WARM_UP_S + 1.0)
-    before, cpu_before = ray.get(scheduler.state.remote())["pushes"], _cpu_s(pid)
+    before, cpu_before = _pushes(schedulers), sum(map(_cpu_s, pids))
     time.sleep(seconds - 2.0)
-    after, cpu_s = ray.get(scheduler.state.remote())["pushes"], _cpu_s(pid) - cpu_before
-    num_pushes = after["rounds"] - before["rounds"]
+    after, cpu_s = _pushes(schedulers), sum(map(_cpu_s, pids)) - cpu_before
+    num_pushes = after[0] - before[0]
     found = ray.get(runs)
     for sender in senders:
         ray.kill(sender)
-    ray.kill(scheduler, no_restart=True)
+    for scheduler in schedulers:
+        ray.kill(scheduler, no_restart=True)
     ages = np.concatenate([one["ages_ms"] for one in found])
     latencies = np.concatenate([one["latencies_ms"] for one in found])
     return {
         "replicas": num_replicas,
         "requests": num_requests,
+        "groups": num_groups,
         "plan_age_p50_ms": round(float(np.percentile(ages, 50)), 1),
         "plan_age_p99_ms": round(float(np.percentile(ages, 99)), 1),
         "plan_age_max_ms": round(float(ages.max()), 1),
@@ -139,10 +149,17 @@ def measure(num_replicas: int, num_requests: int, seconds: float, num_processes:
         "report_p50_ms": round(float(np.percentile(latencies, 50)), 1),
         "report_p99_ms": round(float(np.percentile(latencies, 99)), 1),
         "pushes_per_s": round(num_pushes / (seconds - 2.0), 2),
-        "push_ms": round((after["total_ms"] - before["total_ms"]) / num_pushes, 1) if num_pushes else None,
+        "push_ms": round((after[1] - before[1]) / num_pushes, 1) if num_pushes else None,
         "scheduler_cores": round(cpu_s / (seconds - 2.0), 2),
         "senders_cores": round(sum(one["cpu_s"] / one["seconds"] for one in found), 2),
     }
+
+
+def _pushes(schedulers: list[Any]) -> tuple[int, float]:
+    """How many rounds of plans were sent to all, and how long they took together."""
+    states = ray.get([scheduler.state.remote() for scheduler in schedulers])
+    rounds = sum(state["pushes"]["rounds"] for state in states)
+    return rounds, sum(state["pushes"]["total_ms"] for state in states)
 
 
 def _cpu_s(pid: int) -> float:
@@ -159,6 +176,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[250, 500, 1000, 2000])
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--groups", type=int, default=1, help="schedulers")
     parser.add_argument("--processes", type=int, default=2, help="that the senders live in")
     parser.add_argument("--name", default="fleet-senders", help="of the result file")
     options = parser.parse_args()
@@ -167,7 +185,7 @@ def main() -> None:
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, namespace=NAMESPACE)
     rows = []
     for count in options.replicas:
-        rows.append(measure(count, options.requests, options.seconds, options.processes))
+        rows.append(measure(count, options.requests, options.seconds, options.processes, options.groups))
         print(json.dumps(rows[-1]), flush=True)
         time.sleep(1.0)
     ray.shutdown()

@@ -175,6 +175,9 @@ class SchedulerConfig(Section):
     target_boost: float = Field(
         8.0, ge=0, le=100, description="how much more a token counts below its request's target (weighted)"
     )
+    num_groups: int = Field(
+        1, ge=1, le=1000, description="schedulers that share the replicas, about 1,000 each (docs/fleet.md)"
+    )
     report_interval_ms: float = Field(250.0, ge=20.0)
     plan_ttl_ms: float = Field(2000.0, ge=100.0, description="a plan older than this is ignored")
 
@@ -184,6 +187,10 @@ class SchedulerConfig(Section):
             raise ValueError("scheduler.cap_draft_tokens_per_s is required for policy 'shared_cap'")
         if self.cap_draft_tokens_per_s is not None and not self.has_cap:
             raise ValueError(f"scheduler.cap_draft_tokens_per_s means nothing under policy {self.policy!r}")
+        if self.policy == "lockstep" and self.num_groups > 1:
+            raise ValueError(
+                "scheduler.num_groups must be 1 for policy 'lockstep': all replicas step together"
+            )
         if self.plan_ttl_ms < 2 * self.report_interval_ms:  # else plans expire between two reports
             raise ValueError(
                 f"scheduler.plan_ttl_ms ({self.plan_ttl_ms:g}) must be at least twice report_interval_ms "

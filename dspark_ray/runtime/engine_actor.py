@@ -29,6 +29,7 @@ from dspark_ray.runtime.plan_client import PlanClient
 from dspark_ray.runtime.preparation import PrepareRequest
 from dspark_ray.runtime.scheduler_actor import find_or_start_scheduler
 from dspark_ray.runtime.transport import Outboxes, bind_inbox
+from dspark_ray.scheduling.groups import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,8 @@ class EngineActor:
     def load(self) -> EngineInfo:
         """Builds the engine and binds its inbox. Raises what the factory raises."""
         started_ms = self._clock.now_ms()
-        find_or_start_scheduler(self._app_name, self._config.scheduler)  # its process starts meanwhile
+        group = group_of(self._replica_id, self._config.scheduler.num_groups)
+        find_or_start_scheduler(self._app_name, self._config.scheduler, group)  # its process starts meanwhile
         loaded = self._factory(self._config, self._replica_id)
         self._close_engine = loaded.close
         self._adapters, self._hot_swap = loaded.adapters, loaded.hot_swap

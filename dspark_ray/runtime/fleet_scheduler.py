@@ -10,6 +10,7 @@ from dspark_ray.core.config import SchedulerConfig
 from dspark_ray.core.errors import ArtefactError, ConfigError
 from dspark_ray.core.types import FleetView, StepPlan, SurvivalReport
 from dspark_ray.scheduling.fleet import FLEET_POLICIES
+from dspark_ray.scheduling.groups import GroupDemand
 from dspark_ray.scheduling.step_table import StepTable
 
 logger = logging.getLogger(__name__)
@@ -108,17 +109,27 @@ class FleetScheduler:
         )
         self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
         self._num_rounds += 1
+        plans = self._policy.plan(self._view(), self._tables)
+        return tuple(replace(plan, ttl_ms=self._config.plan_ttl_ms) for plan in plans)
+
+    def _view(self) -> FleetView:
         reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))
-        view = FleetView(
+        return FleetView(
             reports, dict(self._tables), self._cap, self._config.tier_terms(), self._config.target_boost
         )
-        plans = self._policy.plan(view, self._tables)
-        return tuple(replace(plan, ttl_ms=self._config.plan_ttl_ms) for plan in plans)
 
     def remove(self, replica_id: str) -> None:
         """The replica is shutting down: its share goes to the others at once."""
         self._members.pop(replica_id, None)
         self._round_due_ms = None
+
+    def demand(self) -> GroupDemand | None:
+        """What the live replicas together would do with a cap; None if the policy splits none."""
+        return self._policy.demand(self._view(), self._tables)
+
+    def set_share(self, draft_tokens_per_s: float | None) -> None:
+        """This group's part of the application's cap, from now on."""
+        self._cap = draft_tokens_per_s
 
     def set_cap(self, draft_tokens_per_s: float | None) -> None:
         """The fleet-wide verify rate from now on; None takes the cap off. Raises `ConfigError`."""
@@ -158,7 +169,8 @@ class FleetScheduler:
     def _set_config(self, config: SchedulerConfig) -> None:
         self._config = config
         self._policy = FLEET_POLICIES.get(config.policy)()
-        self._cap = config.cap_draft_tokens_per_s
+        cap = config.cap_draft_tokens_per_s
+        self._cap = None if cap is None else cap / config.num_groups
         self._round_due_ms = None
 
     def _learn_table(self, report: SurvivalReport) -> None:

@@ -5,9 +5,9 @@ NAMESPACE = "serve"  # Ray Serve's own: replicas and what they start live there
 _PREFIX = "dspark"
 
 
-def scheduler_name(app_name: str) -> str:
-    """One per application."""
-    return f"{_PREFIX}:{app_name}:scheduler"
+def scheduler_name(app_name: str, group: int = 0) -> str:
+    """One per application, or per group of its replicas."""
+    return f"{_PREFIX}:{app_name}:scheduler" + (f":{group}" if group else "")
 
 
 def engine_prefix(app_name: str) -> str:

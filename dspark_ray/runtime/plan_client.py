@@ -21,6 +21,7 @@ from dspark_ray.core.types import StepPlan, SurvivalReport
 from dspark_ray.runtime.engine_loop import StepEngine
 from dspark_ray.runtime.fleet_scheduler import PlanReply
 from dspark_ray.runtime.scheduler_actor import find_or_start_scheduler
+from dspark_ray.scheduling.groups import group_of
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class PlanClient:
         self._app_name = app_name
         self._config = config
         self._replica_id = replica_id
+        self._group = group_of(replica_id, config.num_groups)
         self._generation = generation
         self._deliver = deliver
         self._clock = clock
@@ -118,7 +120,7 @@ class PlanClient:
         """The scheduler's answer, or None: it is dead, frozen, or being started again."""
         try:
             if self._scheduler is None:
-                self._scheduler = find_or_start_scheduler(self._app_name, self._config)
+                self._scheduler = find_or_start_scheduler(self._app_name, self._config, self._group)
                 ray.get(self._scheduler.configure.remote(self._config), timeout=RESOLVE_TIMEOUT_S)
             reply: Any = ray.get(self._scheduler.report.remote(report), timeout=REPLY_TIMEOUT_S)
         except Exception as error:  # of whatever kind: the scheduler's troubles are not the replica's

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 import ray
@@ -20,6 +21,7 @@ from ray.util import list_named_actors
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import SchedulerConfig
+from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import StepPlan, SurvivalReport
 from dspark_ray.runtime.adapter_directory import AdapterDirectory
 from dspark_ray.runtime.fleet_scheduler import FleetScheduler, PlanReply
@@ -32,10 +34,13 @@ from dspark_ray.runtime.names import (
     serve_replica_prefix,
 )
 from dspark_ray.runtime.plan_push import PlanPush
+from dspark_ray.scheduling.groups import GroupDemand, GroupShares
 
 logger = logging.getLogger(__name__)
 
 WATCH_PERIOD_S = 2.0
+SHARE_PERIOD_S = 1.0  # between two looks at how much of the cap a group needs
+SHARE_TIMEOUT_S = 2.0
 HURRY_S = 0.25  # between looks after a replica has left
 HURRIED_LOOKS = 80
 LOOKS_BEFORE_END = 3
@@ -44,13 +49,18 @@ LOOKS_BEFORE_END = 3
 class SchedulerActor:
     """`FleetScheduler` behind Ray calls, one at a time."""
 
-    def __init__(self, app_name: str, config: SchedulerConfig) -> None:
+    def __init__(self, app_name: str, config: SchedulerConfig, group: int = 0) -> None:
         configure_logging()
         self._app_name = app_name
+        self._config = config
+        self._group = group
         self._scheduler = FleetScheduler(app_name, config, SystemClock())
         self._lock = threading.Lock()  # around the scheduler: calls and pushes are two threads
         self._push = PlanPush(self._due_plans, zmq.Context(), SystemClock())
         self._push.start()
+        self._shares = GroupShares(config.num_groups, config.cap_draft_tokens_per_s, SystemClock())
+        if config.num_groups > 1:
+            threading.Thread(target=self._follow_groups, name="dspark-groups", daemon=True).start()
         self._leaving = threading.Event()
         threading.Thread(target=self._watch_application, name="dspark-watch", daemon=True).start()
 
@@ -58,6 +68,9 @@ class SchedulerActor:
         """Called by every plan client when it finds this actor."""
         with self._lock:
             self._scheduler.configure(config)
+            if config != self._config:
+                self._shares.cap = config.cap_draft_tokens_per_s
+                self._config = config
 
     def report(self, report: SurvivalReport) -> PlanReply:
         with self._lock:
@@ -74,8 +87,13 @@ class SchedulerActor:
 
         Raises `ConfigError` for a policy without a cap, or a cap that is none.
         """
+        if self._group:
+            raise ConfigError("the cap of an application is set at the scheduler of its first group")
         with self._lock:
             self._scheduler.set_cap(draft_tokens_per_s)
+            self._shares.cap = draft_tokens_per_s
+            if self._config.num_groups > 1:
+                self._take_share()
             plans = () if self._scheduler.pushes else self._scheduler.plans()  # the next push is soon
         logger.info("cap of %s: %s draft tokens/s", self._app_name, draft_tokens_per_s)
         for plan in plans:
@@ -87,6 +105,39 @@ class SchedulerActor:
         with self._lock:
             state = self._scheduler.state()
         return {**state, "pushes": {"rounds": self._push.num_rounds, "total_ms": self._push.rounds_ms}}
+
+    def group_share(self, group: int, demand: GroupDemand) -> float | None:
+        """The first group's scheduler tells another one's what it may split."""
+        with self._lock:
+            return self._shares.share(group, demand)
+
+    def _follow_groups(self) -> None:
+        """Keeps this group's part of the cap up to date; without an answer it stays as it was."""
+        while True:
+            time.sleep(SHARE_PERIOD_S)
+            try:
+                if self._group == 0:
+                    with self._lock:
+                        self._take_share()
+                else:
+                    self._ask_for_share()
+            except Exception as error:  # of whatever kind: the other scheduler's troubles are not this one's
+                logger.info("group %d keeps its share of the cap: %s", self._group, error)
+
+    def _take_share(self) -> None:
+        demand = self._scheduler.demand()
+        if demand is not None:
+            self._scheduler.set_share(self._shares.share(0, demand))
+
+    def _ask_for_share(self) -> None:
+        with self._lock:
+            demand = self._scheduler.demand()
+        if demand is None:
+            return
+        first = find_or_start_scheduler(self._app_name, self._config)
+        share: Any = ray.get(first.group_share.remote(self._group, demand), timeout=SHARE_TIMEOUT_S)
+        with self._lock:
+            self._scheduler.set_share(share)
 
     def _due_plans(self) -> list[tuple[str, StepPlan]]:
         with self._lock:
@@ -114,11 +165,11 @@ class SchedulerActor:
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
-def find_or_start_scheduler(app_name: str, config: SchedulerConfig) -> Any:
-    """The handle of the application's scheduler actor, which may still be starting."""
+def find_or_start_scheduler(app_name: str, config: SchedulerConfig, group: int = 0) -> Any:
+    """The handle of the scheduler actor of one group of replicas, which may still be starting."""
     actor_class: Any = ray.remote(SchedulerActor)
     return actor_class.options(
-        name=scheduler_name(app_name),
+        name=scheduler_name(app_name, group),
         namespace=NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
@@ -127,7 +178,7 @@ def find_or_start_scheduler(app_name: str, config: SchedulerConfig) -> Any:
         num_cpus=0,
         # Whoever starts it is in a replica's placement group, which must not take it along.
         scheduling_strategy="DEFAULT",
-    ).remote(app_name, config)
+    ).remote(app_name, config, group)
 
 
 def _has_actors(app_name: str) -> bool:

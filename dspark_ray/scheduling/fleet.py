@@ -13,15 +13,14 @@ import numpy as np
 
 from dspark_ray.core.registry import Registry
 from dspark_ray.core.types import SERVICE_TIERS, FleetView, ServiceTier, StepPlan, SurvivalReport
-from dspark_ray.scheduling.knapsack import Options, concave, pareto, split, split_concave
+from dspark_ray.scheduling.groups import GroupDemand, group_curve
+from dspark_ray.scheduling.knapsack import EXACT_REPLICAS, Options, concave, pareto, share_cap
 from dspark_ray.scheduling.lockstep import Member, best_step_ms
 from dspark_ray.scheduling.step_table import StepTable, cost_curve
 from dspark_ray.scheduling.survival import rank_tokens
 from dspark_ray.scheduling.utility import Claims, claims_of, utility_curve
 
-EXACT_REPLICAS = 64  # beyond it a cap is split over concave hulls
 HULL_POINTS = 33
-EVEN_SPLIT_TOLERANCE = 0.01  # an uneven split must bring this much more than one by demand
 
 
 class FleetPolicy(Protocol):
@@ -35,6 +34,10 @@ class FleetPolicy(Protocol):
         """
         ...
 
+    def demand(self, view: FleetView, tables: Mapping[str, StepTable]) -> GroupDemand | None:
+        """What the view's replicas together would do with a cap; None if the policy splits none."""
+        ...
+
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry("fleet policy")
 
@@ -45,6 +48,9 @@ class LocalPolicy:
 
     def plan(self, view: FleetView, tables: Mapping[str, StepTable]) -> tuple[StepPlan, ...]:
         return tuple(_plan(report, "local", None) for report in view.reports)
+
+    def demand(self, view: FleetView, tables: Mapping[str, StepTable]) -> GroupDemand | None:
+        return None
 
 
 @FLEET_POLICIES.register("shared_cap")
@@ -68,6 +74,9 @@ class SharedCapPolicy:
         shares = self._curves.shares(view, tables)
         return tuple(_plan(one, "shared_cap", share) for one, share in zip(view.reports, shares, strict=True))
 
+    def demand(self, view: FleetView, tables: Mapping[str, StepTable]) -> GroupDemand | None:
+        return self._curves.demand(view, tables)
+
 
 @FLEET_POLICIES.register("weighted")
 class WeightedPolicy:
@@ -87,6 +96,9 @@ class WeightedPolicy:
         )
         return tuple(replace(one, tiers=view.tiers, target_boost=view.target_boost) for one in plans)
 
+    def demand(self, view: FleetView, tables: Mapping[str, StepTable]) -> GroupDemand | None:
+        return self._curves.demand(view, tables)
+
 
 @FLEET_POLICIES.register("lockstep")
 class LockstepPolicy:
@@ -100,6 +112,9 @@ class LockstepPolicy:
         members = [_member(one, tables[one.table_digest]) for one in known if len(one.survival)]
         step_ms = best_step_ms(members)
         return tuple(replace(_plan(one, "lockstep", None), group_step_ms=step_ms) for one in view.reports)
+
+    def demand(self, view: FleetView, tables: Mapping[str, StepTable]) -> GroupDemand | None:
+        return None
 
 
 def rate_options(report: SurvivalReport, table: StepTable, claims: Claims | None = None) -> Options:
@@ -152,11 +167,22 @@ class _Curves:
             return [None] * len(reports)
         shares = dict.fromkeys(range(len(reports)), cap / max(len(reports), 1))
         places = [i for i, report in enumerate(reports) if report.table_digest in tables]
-        self._known = {reports[i].replica_id: self._of(reports[i], view, tables) for i in places}
-        known = [self._known[reports[i].replica_id] for i in places]
+        known = self._update([reports[i] for i in places], view, tables)
         curves = [curve if len(known) <= EXACT_REPLICAS else hull for _, curve, hull in known]
         shares.update(zip(places, share_cap(curves, sum(shares[i] for i in places)), strict=True))
         return [shares[i] for i in range(len(reports))]
+
+    def demand(self, view: FleetView, tables: Mapping[str, StepTable]) -> GroupDemand:
+        known = self._update([one for one in view.reports if one.table_digest in tables], view, tables)
+        curve = group_curve([hull for _, _, hull in known])
+        return GroupDemand(len(view.reports), len(view.reports) - len(known), curve)
+
+    def _update(
+        self, reports: Sequence[SurvivalReport], view: FleetView, tables: Mapping[str, StepTable]
+    ) -> list[tuple[object, Options, Options]]:
+        """What is known of those reports, in their order; the rest is forgotten."""
+        self._known = {report.replica_id: self._of(report, view, tables) for report in reports}
+        return [self._known[report.replica_id] for report in reports]
 
     def _of(
         self, report: SurvivalReport, view: FleetView, tables: Mapping[str, StepTable]
@@ -167,30 +193,6 @@ class _Curves:
             return found
         curve = rate_options(report, tables[report.table_digest], _claims(report, view))
         return identity, curve, concave(curve, HULL_POINTS)
-
-
-def share_cap(curves: Sequence[Options], cap: float) -> list[float]:
-    """`cap` split over the replicas; Σ shares = cap. curves: one per replica"""
-    if not curves:
-        return []
-    demand = np.array([curve.usage[-1] for curve in curves])  # of the option that is best without any cap
-    total = float(demand.sum())
-    by_demand = cap * (demand / total if total > 0 else np.full(len(curves), 1.0 / len(curves)))
-    if total <= cap:
-        return [float(share) for share in by_demand]
-    are_hulls = len(curves) > EXACT_REPLICAS
-    chosen = split_concave(curves, cap) if are_hulls else split(curves, cap)
-    used = np.array([curve.usage[k] for curve, k in zip(curves, chosen, strict=True)])
-    unmet = demand - used
-    by_value = used + (cap - float(used.sum())) * unmet / unmet.sum()
-    # Hulls have small segments and no steps to fall off: their split is smooth as it is.
-    if not are_hulls and _value(curves, by_demand) >= (1.0 - EVEN_SPLIT_TOLERANCE) * _value(curves, by_value):
-        return [float(share) for share in by_demand]
-    return [float(share) for share in by_value]
-
-
-def _value(curves: Sequence[Options], shares: Sequence[float] | np.ndarray) -> float:
-    return sum(curve.value_at(float(share)) for curve, share in zip(curves, shares, strict=True))
 
 
 def _plan(report: SurvivalReport, policy: str, draft_tokens_per_s: float | None) -> StepPlan:

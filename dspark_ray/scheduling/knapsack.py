@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 Float64Array = NDArray[np.float64]
 
+EXACT_REPLICAS = 64  # beyond it a cap is split over concave hulls
+EVEN_SPLIT_TOLERANCE = 0.01  # an uneven split must bring this much more than one by demand
 _CELLS_AT_LEAST = 1024
 _CELLS_PER_GROUP = 64
 _CELLS_AT_MOST = 4096  # bounds time and memory; reached at 64 groups
@@ -114,3 +116,27 @@ def _trace_back(taken: list[NDArray[np.int64]], units_of: list[NDArray[np.int64]
         chosen.append(option)
         place -= int(units[option])
     return chosen[::-1]
+
+
+def share_cap(curves: Sequence[Options], cap: float) -> list[float]:
+    """`cap` split over the replicas; Σ shares = cap. curves: one per replica"""
+    if not curves:
+        return []
+    demand = np.array([curve.usage[-1] for curve in curves])  # of the option that is best without any cap
+    total = float(demand.sum())
+    by_demand = cap * (demand / total if total > 0 else np.full(len(curves), 1.0 / len(curves)))
+    if total <= cap:
+        return [float(share) for share in by_demand]
+    are_hulls = len(curves) > EXACT_REPLICAS
+    chosen = split_concave(curves, cap) if are_hulls else split(curves, cap)
+    used = np.array([curve.usage[k] for curve, k in zip(curves, chosen, strict=True)])
+    unmet = demand - used
+    by_value = used + (cap - float(used.sum())) * unmet / unmet.sum()
+    # Hulls have small segments and no steps to fall off: their split is smooth as it is.
+    if not are_hulls and _value(curves, by_demand) >= (1.0 - EVEN_SPLIT_TOLERANCE) * _value(curves, by_value):
+        return [float(share) for share in by_demand]
+    return [float(share) for share in by_value]
+
+
+def _value(curves: Sequence[Options], shares: Sequence[float] | np.ndarray) -> float:
+    return sum(curve.value_at(float(share)) for curve, share in zip(curves, shares, strict=True))

@@ -171,3 +171,15 @@ def test_a_large_fleet_reports_less_often_and_is_sent_its_plans(clock: ManualClo
     clock.advance(2.0)
     assert len(fleet.plans()) == 1
     assert not fleet.pushes
+
+
+def test_a_group_splits_its_part_of_the_cap(clock: ManualClock) -> None:
+    config = SchedulerConfig(policy="shared_cap", cap_draft_tokens_per_s=100.0, num_groups=4)
+    fleet = FleetScheduler("app", config, clock)
+    assert share(fleet, "a", 1) == pytest.approx(25.0)  # until it is told
+    demand = fleet.demand()
+    assert demand is not None
+    assert (demand.num_replicas, demand.num_unknown) == (1, 0)
+    fleet.set_share(60.0)
+    assert share(fleet, "a", 2) == pytest.approx(60.0)
+    assert FleetScheduler("app", SchedulerConfig(), clock).demand() is None

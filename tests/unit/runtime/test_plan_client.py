@@ -43,7 +43,8 @@ class Actor:
 def actor(monkeypatch: pytest.MonkeyPatch) -> Actor:
     actor = Actor()
 
-    def find(app_name: str, config: SchedulerConfig) -> Actor:
+    def find(app_name: str, config: SchedulerConfig, group: int) -> Actor:
+        assert group == 0
         actor.num_found += 1
         return actor
 

@@ -8,7 +8,8 @@ import pytest
 
 from dspark_ray.core.types import FleetView, RowClaims, ServiceTier, SurvivalReport, TierTerms
 from dspark_ray.scheduling import fleet
-from dspark_ray.scheduling.fleet import FLEET_POLICIES, rate_options, share_cap
+from dspark_ray.scheduling.fleet import FLEET_POLICIES, rate_options
+from dspark_ray.scheduling.knapsack import share_cap
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
 
