@@ -13,9 +13,10 @@ from typing import Any
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
-from ray.util.state import list_actors
+from ray.util import list_named_actors
 
 from dspark_ray.core.config import parse_app_config
+from dspark_ray.runtime.names import NAMESPACE, serve_replica_prefix
 from tests.ray.app_builder import build_fake_app
 from tests.ray.conftest import Fleet, eventually
 from tests.ray.test_faults import Stream
@@ -51,8 +52,10 @@ def main(model_dir: Path) -> dict[str, Any]:
         assert stream.at_middle.wait(30.0)
     running = {name: stats.num_running for name, stats in fleet.stats().items()}
     # The ingress holds the clients' connections: its node is not the one that dies.
-    spared = {actor.node_id for actor in list_actors() if actor.class_name.endswith(":Ingress")}
-    victim = next(name for name, node_id in nodes_of.items() if node_id not in spared)
+    named = [entry["name"] for entry in list_named_actors(all_namespaces=True)]
+    (ingress,) = [name for name in named if name.startswith(f"{serve_replica_prefix(APP)}Ingress#")]
+    spared = ray.get(_node_of(ray.get_actor(ingress, NAMESPACE)))
+    victim = next(name for name, node_id in nodes_of.items() if node_id != spared)
     dying = next(node for node in nodes if node.node_id == nodes_of[victim])
     cluster.remove_node(dying, allow_graceful=False)
     for stream in streams:
