@@ -182,7 +182,7 @@ def main() -> None:
     options = parser.parse_args()
     places = (PROJECT_DIR, PROJECT_DIR / "kernels", PROJECT_DIR / "benchmarks" / "fleet")
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, places))
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, namespace=NAMESPACE)
+    ray.init("local", num_cpus=4, include_dashboard=False, object_store_memory=200 << 20, namespace=NAMESPACE)
     rows = []
     for count in options.replicas:
         rows.append(measure(count, options.requests, options.seconds, options.processes, options.groups))
