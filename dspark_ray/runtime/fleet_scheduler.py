@@ -16,7 +16,9 @@ from dspark_ray.scheduling.step_table import StepTable
 logger = logging.getLogger(__name__)
 
 MAX_TABLES = 64
-REPORT_COST_MS = 1.0  # of the scheduler's time that a report may take: its call, and the curve made of it
+REPORT_COST_MS = (
+    2.0  # of the scheduler's time set aside for a report: its call, its curve, and the rest beside
+)
 LIVE_INTERVALS = 3.0  # without a report after which a replica is gone, if that is longer than a plan lives
 REST = 4.0  # a round that took t ms is followed by no other for REST·t: planning never takes all the time
 

@@ -168,6 +168,21 @@ def _unpack_request(fields: Any) -> Request:
     )
 
 
+def _pack_plan(plan: StepPlan) -> list[Any]:
+    """By hand: a scheduler packs thousands a second, and `astuple` copies each deeply."""
+    return [
+        plan.replica_id,
+        plan.generation,
+        plan.sequence,
+        plan.policy,
+        plan.draft_tokens_per_s,
+        plan.ttl_ms,
+        plan.group_step_ms,
+        [[one.tier, one.weight, one.target_tokens_per_s] for one in plan.tiers],
+        plan.target_boost,
+    ]
+
+
 def _unpack_plan(fields: Any) -> StepPlan:
     *others, tiers, target_boost = fields
     terms = tuple(TierTerms(ServiceTier(tier), weight, target) for tier, weight, target in tiers)
@@ -208,7 +223,7 @@ def _unpack_output(fields: Any) -> RequestOutput:
 _ENCODERS: dict[type, Any] = {
     Submit: lambda m: [_pack_request(m.request), m.server_address],
     Abort: lambda m: [m.request_id],
-    ApplyPlan: lambda m: [astuple(m.plan)],
+    ApplyPlan: lambda m: [_pack_plan(m.plan)],
     Stop: lambda m: [],
     Tokens: lambda m: [
         m.generation,

@@ -111,6 +111,7 @@ def test_the_scheduler_says_how_often_to_report(
     bench.clock.advance(CONFIG.report_interval_ms)
     bench.client.tick(bench.engine)  # this one was due before the answer came
     assert bench.client.wait_ms() == 700.0
+    eventually(lambda: len(actor.reports) == 2)
     assert {report.plan_address for report in actor.reports} == {"tcp://here"}
 
 
