@@ -103,13 +103,14 @@ class Tally:
         """Of all clients together between two times."""
         return sum(count for at_s, count in self.marks if begin_s <= at_s < end_s) / (end_s - begin_s)
 
-    def back_after_s(self, fault_s: float, normal: float, window_s: float = 2.0) -> float | None:
+    def back_after_s(
+        self, fault_s: float, until_s: float, normal: float, window_s: float = 2.0
+    ) -> float | None:
         """From the fault to the first window with 95% of the normal rate that follows one with less; 0: none
-        had less; None: it is not back.
+        had less; None: it is not back. until_s: while all clients were asking
         """
-        last_s, at_s = max((at for at, _ in self.marks), default=fault_s), fault_s
-        has_dipped = False
-        while at_s + window_s <= last_s:
+        at_s, has_dipped = fault_s, False
+        while at_s + window_s <= until_s:
             is_normal = self.tokens_per_s(at_s, at_s + window_s) >= 0.95 * normal
             if is_normal and has_dipped:
                 return round(at_s - fault_s, 1)

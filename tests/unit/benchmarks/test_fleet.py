@@ -46,10 +46,11 @@ def test_recovery_is_the_first_normal_window_after_a_dip() -> None:
     marks = [(t / 10, 1) for t in range(100) if not 50 <= t < 70]  # nothing from 5 s to 7 s
     tally = Tally(marks=marks)
     assert tally.tokens_per_s(0.0, 5.0) == pytest.approx(10.0)
-    assert tally.back_after_s(5.0, 10.0) == pytest.approx(1.9, abs=0.15)
-    assert tally.back_after_s(3.0, 10.0) == pytest.approx(3.9, abs=0.15)  # the dip comes later
-    assert tally.back_after_s(7.0, 10.0) == 0.0
-    assert tally.back_after_s(5.0, 20.0) is None
+    assert tally.back_after_s(5.0, 10.0, 10.0) == pytest.approx(1.9, abs=0.15)
+    assert tally.back_after_s(3.0, 10.0, 10.0) == pytest.approx(3.9, abs=0.15)  # the dip comes later
+    assert tally.back_after_s(7.0, 10.0, 10.0) == 0.0
+    assert tally.back_after_s(7.0, 14.0, 10.0) is None  # the clients had left
+    assert tally.back_after_s(5.0, 10.0, 20.0) is None
 
 
 def test_the_slope_of_memory_ignores_a_few_odd_notes() -> None:
