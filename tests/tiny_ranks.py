@@ -19,6 +19,7 @@ from dspark_ray.models.collective import Group, join_group
 from dspark_ray.models.parallel.follower import Follower
 from dspark_ray.models.parallel.journal import JournalEntry
 from dspark_ray.models.parallel.leader import LeadingDecoder
+from dspark_ray.runtime.rank_link import RankLink
 from dspark_ray.runtime.ranks import FollowerEnd, LeaderEnd, TargetSpec
 
 HOST = "127.0.0.1"
@@ -61,6 +62,11 @@ class Led:
         return [self.target.journal.entries(), *(follower.journal.entries() for follower in self.followers)]
 
 
+def join_and_load(end: FollowerEnd, link: RankLink, spec: TargetSpec) -> Follower:
+    end.join(link)
+    return end.load(spec)
+
+
 @contextmanager
 def led(spec: TargetSpec, nodes: Sequence[str], *, step_timeout_s: float = 30.0) -> Iterator[Led]:
     """Rank i is on node `nodes[i]`. Followers end with it, and what one of them raised is raised."""
@@ -68,16 +74,18 @@ def led(spec: TargetSpec, nodes: Sequence[str], *, step_timeout_s: float = 30.0)
     places = [end.place for end in ends]
     leader = LeaderEnd.open(HOST, nodes[0], places, 1 << 18, step_timeout_s=step_timeout_s)
     with ThreadPoolExecutor(len(nodes)) as pool:
-        loading = [pool.submit(end.load, leader.link, spec) for end in ends]
+        loading = [pool.submit(join_and_load, end, leader.link, spec) for end in ends]
         target = leader.load(spec)
         followers = [future.result() for future in loading]
         running = [pool.submit(follower.run) for follower in followers]
         try:
             yield Led(target, followers)
-            target.stop()
+            leader.close()
             for future in running:
                 future.result(timeout=30.0)
-        finally:
+        except BaseException:
             leader.close()
+            raise
+        finally:
             for end in ends:
                 end.close()

@@ -75,6 +75,12 @@ class EngineConfig(Section):
     cuda_graphs: bool = Field(
         True, description="on a GPU, replay captured passes of the target for batches of 512 rows at most"
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="ranks that share the target of a replica (native; docs/cluster.md)"
+    )
+    rank_placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "STRICT_PACK", description="a replica's ranks: on one node, on few nodes, on many, on one each"
+    )
     deterministic: bool = Field(
         False, description="refuse to start where a text could depend on the batch around it"
     )
@@ -85,6 +91,10 @@ class EngineConfig(Section):
             raise ValueError("engine.max_running must not exceed max_step_rows (each request needs a row)")
         if (self.kind == "timed") != (self.timed is not None):
             raise ValueError("engine.timed belongs to engine.kind 'timed': give both or neither")
+        if self.kind != "native" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                "engine.tensor_parallel_size is the native engine's; see vllm.tensor_parallel_size"
+            )
         return self
 
 
@@ -236,7 +246,7 @@ class ServingConfig(Section):
     num_replicas: int = Field(1, ge=1, description="model copies; with autoscaling: to begin with")
     autoscaling: AutoscalingConfig | None = Field(None, description="None: num_replicas, always")
     num_ingress_replicas: int = Field(1, ge=1)
-    replica_cpus: float = Field(1.0, ge=0.0, description="Ray CPUs reserved per engine actor")
+    replica_cpus: float = Field(1.0, ge=0.0, description="Ray CPUs reserved per engine actor, or rank")
     max_ongoing_requests: int | None = Field(
         None, ge=1, description="per replica; None: all that its engine runs and queues, so that it decides"
     )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from dspark_ray.scheduling.step_table import StepTable
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TargetLoader = Callable[[], Decoder]
 
 
 def build_engine(
@@ -36,15 +38,11 @@ def build_engine(
     engine_id: str = "engine",
     clock: Clock | None = None,
     table: StepTable | None = None,
+    load: TargetLoader | None = None,
 ) -> Engine:
-    """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them)."""
-    model = config.model
-    device = choose_device(model.device)
-    if device.type == "cuda":
-        check_fits(device_needs(config, model_dir), config, torch.cuda.mem_get_info(device)[0])
-    target = load_target(
-        model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device=device
-    )
+    """Loads target and drafter. `table` None: no step costs are known (profiling/ measures them). `load`: of
+    a target that other processes share; None: this one has all of it."""
+    target = _load_whole(config, model_dir) if load is None else load()
     if config.engine.deterministic and not target.is_batch_invariant:
         raise ConfigError(f"engine.deterministic: {NOT_INVARIANT}")
     drafter = build_drafter(config, target)
@@ -79,6 +77,19 @@ def _capture(engine: Engine) -> None:
     engine.graphs = GraphedTarget(engine.config, engine.target, engine.kv, CudaCapturer())
     engine.graphs.capture_all(engine.drafter.taps if engine.drafter else ())
     logger.info("CUDA graphs of %d sizes up to %d rows", len(engine.graphs.sizes), engine.graphs.sizes[-1])
+
+
+def _load_whole(config: AppConfig, model_dir: Path) -> Decoder:
+    model = config.model
+    if config.engine.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"engine.tensor_parallel_size is {config.engine.tensor_parallel_size}, and several ranks are "
+            "started by `dspark-ray serve` only: set it to 1 for anything else"
+        )
+    device = choose_device(model.device)
+    if device.type == "cuda":
+        check_fits(device_needs(config, model_dir), config, torch.cuda.mem_get_info(device)[0])
+    return load_target(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device=device)
 
 
 def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:

@@ -35,6 +35,7 @@ class Shape:
     head_groups: int  # that tensor parallelism must divide, beside the heads
     weight_bytes: float
     kv_bytes: KvBytes
+    intermediate_size: int | None = None  # of a dense MLP
 
     @property
     def is_moe(self) -> bool:
@@ -100,6 +101,7 @@ def _decoder(c: dict[str, Any], dtype_bytes: int) -> Shape:
         head_groups=1,
         weight_bytes=c.get("_weight_bytes") or parameters * dtype_bytes,
         kv_bytes=kv_bytes,
+        intermediate_size=c["intermediate_size"],
     )
 
 

@@ -48,11 +48,13 @@ class MemoryPlan:
 
 
 def plan_memory(config: AppConfig, target: Shape, drafter: DrafterShape | None) -> MemoryPlan:
-    """The plan of one rank. Tensor parallelism divides matrices and KV heads (no finer than one head);
-    pipeline stages divide layers; data-parallel ranks hold everything, but experts once per expert group."""
+    """The plan of one rank, the first. Tensor parallelism divides matrices and KV heads (no finer than one
+    head), but not our own drafter, which is rank 0's; pipeline stages divide layers; data-parallel ranks hold
+    everything, but experts once per expert group."""
     vllm, speculation = config.vllm, config.speculation
     is_vllm = config.engine.kind == "vllm"
-    tensor = vllm.tensor_parallel_size if is_vllm else 1
+    tensor = vllm.tensor_parallel_size if is_vllm else config.engine.tensor_parallel_size
+    drafter_parts = tensor if is_vllm else 1
     pipeline = vllm.pipeline_parallel_size if is_vllm else 1
     sharded = tensor * (vllm.data_parallel_size if is_vllm and vllm.expert_parallel and target.is_moe else 1)
     kv_parts = min(tensor, target.num_kv_heads) * pipeline
@@ -65,12 +67,13 @@ def plan_memory(config: AppConfig, target: Shape, drafter: DrafterShape | None) 
     per_token = drafter.kv_bytes_per_token if drafter and _speculates(config) else 0.0
 
     def kv(tokens: int) -> float:
-        return (target.kv_bytes(tokens) + per_token * tokens) / kv_parts
+        drafters = per_token * tokens / (kv_parts if is_vllm else 1)
+        return target.kv_bytes(tokens) / kv_parts + drafters
 
     fills = is_vllm and vllm.gpu_memory_utilization is not None
     return MemoryPlan(
         weights=target.weight_bytes / (sharded * pipeline),
-        drafter=drafter.weight_bytes / tensor if drafter and _speculates(config) else 0.0,
+        drafter=drafter.weight_bytes / drafter_parts if drafter and _speculates(config) else 0.0,
         workspace=logits + kept + (_RUNTIME_BYTES if on_gpu else 0.0),
         kv=None if fills else kv(config.engine.kv_num_blocks * config.engine.kv_block_size),
         kv_longest=kv(config.model.max_model_len),

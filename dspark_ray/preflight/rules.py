@@ -14,6 +14,7 @@ from dspark_ray.core.errors import CheckpointError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.models.shapes import Shape
 from dspark_ray.models.targets.lora_checkpoint import read_settings
+from dspark_ray.models.targets.shard import fitting_sizes
 from dspark_ray.preflight.drafter import DrafterShape
 from dspark_ray.preflight.memory import GIB, MemoryPlan
 from dspark_ray.preflight.problem import Problem
@@ -253,6 +254,40 @@ def ranks_divide_the_model(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def ranks_divide_the_target(facts: Facts) -> Iterator[Problem]:
+    """The native engine's ranks: of a number that divides heads and MLP, and what they do not carry."""
+    config, target = facts.config, facts.target
+    count, key = config.engine.tensor_parallel_size, "engine.tensor_parallel_size"
+    if count == 1:
+        return
+    if target is not None and target.intermediate_size is not None:
+        sizes = fitting_sizes(target.num_heads, target.num_kv_heads, target.intermediate_size)
+        if count not in sizes:
+            yield Problem(
+                key,
+                f"{count} ranks do not divide {target.num_heads} attention heads, {target.num_kv_heads} KV "
+                f"heads and an inner width of {target.intermediate_size}",
+                f"use one of {', '.join(map(str, sizes))}",
+            )
+    if config.model.device == "cuda":
+        yield Problem("model.device", f"{count} ranks compute on CPUs", f"set it to cpu, or {key} to 1")
+    if config.lora.is_on:
+        yield Problem("lora", f"{count} ranks hold no adapters", f"serve without, or set {key} to 1")
+    if config.engine.deterministic and count > 2:
+        yield Problem(
+            "engine.deterministic",
+            f"{count} ranks add up in an order that depends on the batch; two numbers have one sum",
+            f"set {key} to 1 or 2",
+        )
+    per_node = config.hardware.devices_per_node
+    if config.engine.rank_placement == "STRICT_PACK" and per_node is not None and count > per_node:
+        yield Problem(
+            "engine.rank_placement",
+            f"STRICT_PACK keeps all {count} ranks on one node, and a node has {per_node} devices",
+            "set it to PACK",
+        )
+
+
 def ranks_fit_the_nodes(facts: Facts) -> Iterator[Problem]:
     config = facts.config
     per_node = config.hardware.devices_per_node
@@ -271,12 +306,13 @@ def memory_suffices(facts: Facts) -> Iterator[Problem]:
     if memory is None or memory.free_for_kv is None:
         return
     room = memory.free_for_kv
+    more_ranks = f"raise {'vllm' if config.engine.kind == 'vllm' else 'engine'}.tensor_parallel_size"
     if room <= 0:
         yield Problem(
             "hardware.device_memory_gib",
             f"weights, drafter and workspace take {memory.fixed / GIB:.1f} GiB of each device and "
             f"{(memory.usable or 0) / GIB:.1f} GiB may be used",
-            "raise vllm.tensor_parallel_size, or take a larger device or smaller weights",
+            f"{more_ranks}, or take a larger device or smaller weights",
         )
     elif room < memory.kv_longest:
         fitting = int(config.model.max_model_len * room / memory.kv_longest)
@@ -284,7 +320,7 @@ def memory_suffices(facts: Facts) -> Iterator[Problem]:
             "model.max_model_len",
             f"the KV of one request of {config.model.max_model_len} tokens is "
             f"{memory.kv_longest / GIB:.2f} GiB on each device and {room / GIB:.2f} GiB are free for it",
-            f"set it to at most {fitting}, or raise vllm.tensor_parallel_size",
+            f"set it to at most {fitting}, or {more_ranks}",
         )
     elif memory.kv is not None and room < memory.kv:
         fitting = int(config.engine.kv_num_blocks * room / memory.kv)
@@ -354,6 +390,7 @@ RULES: tuple[Rule, ...] = (
     drafts_fit_a_step,
     adaptive_verification_is_possible,
     ranks_divide_the_model,
+    ranks_divide_the_target,
     ranks_fit_the_nodes,
     memory_suffices,
     quantization_is_the_engines,

@@ -22,7 +22,7 @@ from dspark_ray.core.digest import digest_json
 from dspark_ray.core.env import cache_dir
 from dspark_ray.core.errors import ArtefactError
 from dspark_ray.core.types import VerificationMode
-from dspark_ray.engine.build import build_engine
+from dspark_ray.engine.build import TargetLoader, build_engine
 from dspark_ray.engine.canary import warn_if_drafter_is_dead
 from dspark_ray.engine.engine import Engine
 from dspark_ray.profiling.identity import table_identity
@@ -38,20 +38,22 @@ def build_profiled_engine(
     model_dir: Path,
     engine_id: str = "engine",
     progress: bool = True,
+    load: TargetLoader | None = None,
 ) -> Engine:
     """An engine with its step table: the configured file, else the cached one, else measured now.
 
-    May take some seconds more than loading (`progress`: shown on stderr). Mode `off` needs no table. Raises
-    what `build_engine` raises, and `ArtefactError` for a configured table that was made for something else.
+    May take some seconds more than loading (`progress`: shown on stderr; `load`: as in `build_engine`). Mode
+    `off` needs no table. Raises what `build_engine` raises, and `ArtefactError` for a configured table that
+    was made for something else.
     """
     if config.speculation.mode is VerificationMode.OFF:
-        return build_engine(config, model_dir=model_dir, engine_id=engine_id)
+        return build_engine(config, model_dir=model_dir, engine_id=engine_id, load=load)
     identity = table_identity(config, model_dir)
     if config.speculation.step_table is not None:
         table = _configured_table(Path(config.speculation.step_table), identity)
-        engine = build_engine(config, model_dir=model_dir, engine_id=engine_id, table=table)
+        engine = build_engine(config, model_dir=model_dir, engine_id=engine_id, table=table, load=load)
     else:
-        engine = _with_cached_table(config, model_dir, engine_id, identity, progress)
+        engine = _with_cached_table(config, model_dir, engine_id, identity, progress, load)
     assert engine.budget.table is not None
     if engine.budget.table.is_flat():
         log.warning(
@@ -93,12 +95,17 @@ def table_path(identity: dict[str, Any]) -> Path:
 
 
 def _with_cached_table(
-    config: AppConfig, model_dir: Path, engine_id: str, identity: dict[str, Any], progress: bool
+    config: AppConfig,
+    model_dir: Path,
+    engine_id: str,
+    identity: dict[str, Any],
+    progress: bool,
+    load: TargetLoader | None,
 ) -> Engine:
     table = cached_table(identity)
     with nullcontext() if table is not None else _locked(table_path(identity).with_suffix(".lock")):
         table = table or cached_table(identity)  # another process may have measured it while we waited
-        engine = build_engine(config, model_dir=model_dir, engine_id=engine_id, table=table)
+        engine = build_engine(config, model_dir=model_dir, engine_id=engine_id, table=table, load=load)
         if table is None:
             _profile_into_cache(engine, identity, progress)
     return engine

@@ -46,7 +46,14 @@ def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "kernels": kernels_digest(),
+        **_ranks(config),
     }
+
+
+def _ranks(config: AppConfig) -> dict[str, Any]:
+    """Nothing for one: tables of before there were several stay as they are."""
+    count, placement = config.engine.tensor_parallel_size, config.engine.rank_placement
+    return {"ranks": f"{count}, {placement}"} if count > 1 else {}
 
 
 def target_digest(model_dir: Path) -> str:

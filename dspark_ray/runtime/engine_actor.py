@@ -8,10 +8,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ray
 import zmq
@@ -27,9 +27,15 @@ from dspark_ray.runtime.metric_sink import RayMetricSink
 from dspark_ray.runtime.monitor import Monitor
 from dspark_ray.runtime.plan_client import PlanClient
 from dspark_ray.runtime.preparation import PrepareRequest
+from dspark_ray.runtime.rank_actor import node_id
+from dspark_ray.runtime.rank_link import RankLink, RankPlace
 from dspark_ray.runtime.scheduler_actor import find_or_start_scheduler
+from dspark_ray.runtime.threads import use_threads
 from dspark_ray.runtime.transport import Outboxes, bind_inbox
 from dspark_ray.scheduling.groups import group_of
+
+if TYPE_CHECKING:
+    from dspark_ray.runtime.ranks import LeaderEnd
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +85,9 @@ class LoadedEngine:
     hot_swap: "DrafterSwap | None" = None  # where its drafter can be swapped
 
 
-EngineFactory = Callable[[AppConfig, str], LoadedEngine]
-"""(config, engine id) → an engine, built on the thread that will run it. May take minutes."""
+EngineFactory = Callable[..., LoadedEngine]
+"""(config, engine id) → an engine, built on the thread that will run it. May take minutes. Where other ranks
+follow, also `leader=`, rank 0's end of the way to them: a `LeaderEnd`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +113,7 @@ class EngineActor:
         self._generation = time.time_ns() // 1_000_000
         self._clock = SystemClock()
         self._loop: EngineLoop | None = None
+        self._leader: LeaderEnd | None = None
         self._close_engine: Callable[[], None] = lambda: None
         self._adapters: AdapterHolder | None = None
         self._hot_swap: DrafterSwap | None = None
@@ -113,12 +121,26 @@ class EngineActor:
         self._send_plan: Callable[[StepPlan], None] | None = None
         self._ready = False
 
+    def open_ranks(self, places: Sequence[RankPlace]) -> RankLink:
+        """Where the ranks that will follow, and are at `places`, find this one. Comes before `load()`."""
+        use_threads(self._config)
+        from dspark_ray.runtime.ranks import LeaderEnd, ring_bytes
+
+        num_bytes = ring_bytes(self._config)
+        self._leader = LeaderEnd.open(ray.util.get_node_ip_address(), node_id(), places, num_bytes)
+        return self._leader.link
+
     def load(self) -> EngineInfo:
         """Builds the engine and binds its inbox. Raises what the factory raises."""
         started_ms = self._clock.now_ms()
         group = group_of(self._replica_id, self._config.scheduler.num_groups)
         find_or_start_scheduler(self._app_name, self._config.scheduler, group)  # its process starts meanwhile
-        loaded = self._factory(self._config, self._replica_id)
+        factory, leader = self._factory, self._leader
+        if leader is not None:
+            leader.join()
+        loaded = (factory if leader is None else partial(factory, leader=leader))(
+            self._config, self._replica_id
+        )
         self._close_engine = loaded.close
         self._adapters, self._hot_swap = loaded.adapters, loaded.hot_swap
         context = zmq.Context()
@@ -146,9 +168,10 @@ class EngineActor:
             self._config.observability.goodput,
         )
         load_s = (self._clock.now_ms() - started_ms) / 1e3
-        return EngineInfo(
-            inbox.address, self._generation, loaded.engine.describe(), loaded.canary_prompt, load_s
-        )
+        description = loaded.engine.describe()
+        if leader is not None:
+            description["ranks"] = leader.link.describe()
+        return EngineInfo(inbox.address, self._generation, description, loaded.canary_prompt, load_s)
 
     def run(self) -> None:
         """The step loop, until it is told to stop; raises what a step raised."""
@@ -230,6 +253,11 @@ class EngineActor:
     def turn_age_ms(self) -> float:
         """How long ago the loop last turned: large when a step hangs."""
         return 0.0 if self._loop is None else self._clock.now_ms() - self._loop.turn_at_ms
+
+    @ray.method(concurrency_group=CONTROL)
+    def journal(self) -> tuple[Any, ...]:
+        """What other ranks were told last, oldest first; empty where there are none."""
+        return () if self._leader is None else self._leader.journal()
 
     @ray.method(concurrency_group=CONTROL)
     def pid(self) -> int:

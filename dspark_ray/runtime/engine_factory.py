@@ -2,40 +2,43 @@
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
 from tokenizers import Tokenizer
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.runtime.engine_actor import EngineFactory, LoadedEngine
+from dspark_ray.runtime.threads import use_threads
+
+if TYPE_CHECKING:
+    from dspark_ray.runtime.ranks import LeaderEnd
 
 logger = logging.getLogger(__name__)
 
 CANARY_TEXT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 
 
-def native_engine(config: AppConfig, engine_id: str) -> LoadedEngine:
+def native_engine(config: AppConfig, engine_id: str, leader: "LeaderEnd | None" = None) -> LoadedEngine:
     """An `EngineFactory`: target, drafter and step table of `config`. Raises `DsparkError`."""
-    num_threads = threads_per_engine(config, available_cores())
-    # Ray sets this to the actor's CPUs; it counts when torch is imported, which is below.
-    os.environ["OMP_NUM_THREADS"] = str(num_threads)
-    import torch
-
+    num_threads = use_threads(config)
     from dspark_ray.models.fetch import resolve_model, with_local_drafter
     from dspark_ray.models.targets.lora_checkpoint import adapter_ref
     from dspark_ray.profiling.cache import build_profiled_engine
 
-    torch.set_num_threads(num_threads)
     model_dir = resolve_model(config.model.source)
     logger.info("loading %s from %s with %d threads", config.model.id, model_dir, num_threads)
     config = with_local_drafter(config)
-    engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id)
+    load = None if leader is None else partial(leader.load_for, config, model_dir)
+    engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id, load=load)
     for adapter in config.lora.adapters[: config.lora.max_loaded]:
         engine.adapters.load(adapter_ref(adapter.name, Path(adapter.path)))
     return LoadedEngine(
         engine,
         _canary_prompt(model_dir),
+        close=lambda: None if leader is None else leader.close(),
         prepare=engine.slow_work,
         adapters=engine.adapters,
         hot_swap=engine.hot_swap,
@@ -80,16 +83,6 @@ ENGINE_FACTORIES: dict[str, EngineFactory] = {
     "timed": timed_engine,
 }
 """By `engine.kind`."""
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def threads_per_engine(config: AppConfig, num_cores: int) -> int:
-    """The configured number, or an equal part of the cores: replicas often share a machine."""
-    return config.engine.num_threads or max(1, num_cores // config.serving.num_replicas)
 
 
 def _canary_prompt(model_dir: Path) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from dspark_ray.core.clock import Clock
 from dspark_ray.core.config import GoodputConfig
-from dspark_ray.core.errors import DsparkError, QueueFullError, RequestError
+from dspark_ray.core.errors import DsparkError, EngineDeadError, QueueFullError, RequestError
 from dspark_ray.core.types import (
     EngineStats,
     FinishReason,
@@ -236,7 +236,9 @@ class EngineLoop:
             return self._engine.step()
         except Exception as error:
             logger.exception("a step failed: this engine ends")
-            self._fail_all(f"the engine failed in a step: {type(error).__name__}", step_failed=True)
+            # A rank that is gone is no request's doing.
+            its_own = not isinstance(error, EngineDeadError)
+            self._fail_all(f"the engine failed in a step: {type(error).__name__}", step_failed=its_own)
             raise
 
     def _fail_all(self, reason: str, *, step_failed: bool = False) -> None:

@@ -13,7 +13,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.errors import DsparkError, EngineDeadError
 from dspark_ray.core.types import AdapterRef, EngineStats, SwapOrder, SwapState
 from dspark_ray.observability.fleet_page import FleetCounters, fleet_page
-from dspark_ray.runtime.names import NAMESPACE, engine_prefix
+from dspark_ray.runtime.names import NAMESPACE, engine_prefix, is_engine_name
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ class EngineFleet:
     """The engines found by name (`dspark_ray.serving.http.Fleet`). Belongs to one event loop."""
 
     def __init__(self, app_name: str, clock: Clock | None = None) -> None:
-        self._prefix = engine_prefix(app_name)
+        self._app_name = app_name
         self._clock = clock or SystemClock()
         self._counters = FleetCounters()
         self._handles: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class EngineFleet:
     async def swap_states(self) -> dict[str, SwapState]:
         """By replica."""
         answers = await self._tell("swap_state")
-        return {name.removeprefix(self._prefix): state for name, state in answers.items()}
+        return {name.removeprefix(engine_prefix(self._app_name)): state for name, state in answers.items()}
 
     async def _tell(self, method: str, *arguments: Any) -> dict[str, Any]:
         """What every engine answers, by name; raises an answer that is an error."""
@@ -129,7 +129,7 @@ class EngineFleet:
         names = {
             entry["name"]
             for entry in listed
-            if entry["namespace"] == NAMESPACE and entry["name"].startswith(self._prefix)
+            if entry["namespace"] == NAMESPACE and is_engine_name(self._app_name, entry["name"])
         }
         self._handles = {name: handle for name, handle in self._handles.items() if name in names}
         for name in names - self._handles.keys():

@@ -16,18 +16,22 @@ class Placement:
     strategy: str  # Ray's
     actor_options: dict[str, Any] = field(default_factory=dict)  # beside the actor's CPUs
     captures_children: bool = False  # whether actors that the engine starts land in the group
+    num_ranks: int = 1  # of ours, the engine's actor included; rank r takes bundle r
 
 
 def replica_placement(config: AppConfig) -> Placement:
     """The bundles of a configuration's replicas.
 
-    Native: one CPU bundle, with a GPU where `model.device` is cuda.
+    Ours: a bundle for each rank, by default all on one node; of one rank with a GPU where `model.device` is
+    cuda.
     vLLM by `mp`: its ranks are processes of the engine actor, which therefore holds all GPUs, on one node.
     By `ray`: a bundle with one GPU each, over as few nodes as will do; vLLM finds the group as the one that
     its engine runs in, and makes none of its own.
     """
     engine_cpus = max(config.serving.replica_cpus, _MIN_CPUS)
-    vllm = config.vllm
+    vllm, ranks = config.vllm, config.engine.tensor_parallel_size
+    if ranks > 1:
+        return Placement(({"CPU": engine_cpus},) * ranks, config.engine.rank_placement, num_ranks=ranks)
     if config.engine.kind == "native" and config.model.device == "cuda":
         return Placement(({"CPU": engine_cpus, "GPU": 1.0},), "STRICT_PACK", {"num_gpus": 1.0})
     if config.engine.kind != "vllm" or vllm.device == "cpu":
@@ -35,5 +39,5 @@ def replica_placement(config: AppConfig) -> Placement:
     if vllm.executor == "mp":
         gpus = float(vllm.world_size)
         return Placement(({"CPU": engine_cpus, "GPU": gpus},), "STRICT_PACK", {"num_gpus": gpus})
-    ranks = tuple({"CPU": 1.0, "GPU": 1.0} for _ in range(vllm.world_size))
-    return Placement(({"CPU": engine_cpus}, *ranks), "PACK", captures_children=True)
+    gpus_of_ranks = tuple({"CPU": 1.0, "GPU": 1.0} for _ in range(vllm.world_size))
+    return Placement(({"CPU": engine_cpus}, *gpus_of_ranks), "PACK", captures_children=True)

@@ -3,7 +3,8 @@ zmq to the others, gloo between all.
 
 end = FollowerEnd(rank=1, host="10.0.0.7", node="a")      # in the rank's process
 leader = LeaderEnd.open(host, node, [end.place, ...], num_bytes)  # in rank 0's
-target, follower = leader.load(spec), end.load(leader.link, spec)  # at the same time
+leader.join(), end.join(leader.link)                      # at the same time
+target, follower = leader.load(spec), end.load(spec)      # at the same time
 """
 
 from collections.abc import Sequence
@@ -16,45 +17,22 @@ import torch.distributed as dist
 import zmq
 
 from dspark_ray.core.config import AppConfig
+from dspark_ray.engine.build import DTYPES
 from dspark_ray.models.collective import Group, join_group
 from dspark_ray.models.parallel.channel import RankReceiver
 from dspark_ray.models.parallel.follower import Follower
-from dspark_ray.models.parallel.leader import LeadingDecoder
+from dspark_ray.models.parallel.journal import JournalEntry
+from dspark_ray.models.parallel.leader import HEAD_BYTES, LeadingDecoder
 from dspark_ray.models.parallel.ring import Ring
 from dspark_ray.models.quantized import open_weights
-from dspark_ray.models.targets.config import DecoderConfig, read_decoder_config
+from dspark_ray.models.targets.config import read_decoder_config
 from dspark_ray.models.targets.decoder import LINEARS, load_target
 from dspark_ray.runtime.rank_channel import WAITING_MESSAGES, RankBroadcast, WireReceiver
+from dspark_ray.runtime.rank_link import RankLink, RankPlace
 from dspark_ray.runtime.transport import bind_inbox, connect
 
 LOAD_TIMEOUT_S = 1800.0  # a rank may have to fetch its model first
 STEP_TIMEOUT_S = 60.0  # longest wait for another rank within a step
-_KV_HEAD_ROWS = 64  # whose states are sent at once for log-probabilities of a prompt
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlace:
-    """Where a follower is."""
-
-    node: str
-    host: str  # its address
-    address: str  # of its zmq inbox
-
-
-@dataclass(frozen=True, slots=True)
-class RankLink:
-    """What a follower needs to know of the others."""
-
-    places: tuple[RankPlace, ...]  # of ranks 1, 2, ...
-    store: tuple[str, int]  # host and port, on rank 0
-    ring_name: str | None
-    readers: dict[int, int]  # rank → its place in the ring; the others are told over zmq
-    acks_address: str
-    step_timeout_s: float
-
-    @property
-    def count(self) -> int:
-        return len(self.places) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +45,18 @@ class TargetSpec:
     quantization: str = "none"
 
 
-def ring_bytes(config: AppConfig, target: DecoderConfig) -> int:
-    """Room for a few of the longest messages that an engine of this configuration sends."""
+def target_spec(config: AppConfig, model_dir: Path) -> TargetSpec:
+    """The target of a configuration."""
+    model = config.model
+    return TargetSpec(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization)
+
+
+def ring_bytes(config: AppConfig) -> int:
+    """Room for several of the longest messages that an engine of this configuration sends."""
     engine = config.engine
-    blocks = -(-config.model.max_model_len // engine.kv_block_size) + 1
-    batch = engine.max_step_rows * 4 * 8 + engine.max_running * (blocks + 2) * 4
-    return 4 * max(batch, _KV_HEAD_ROWS * target.hidden_size * 4) + (1 << 16)
+    tables = engine.max_running * (-(-config.model.max_model_len // engine.kv_block_size) + 2) * 4
+    rows = engine.max_step_rows * 4 * 8  # a token, a position, a slot and a row of logits each
+    return 4 * (tables + rows + 2 * HEAD_BYTES)
 
 
 class LeaderEnd:
@@ -82,6 +66,7 @@ class LeaderEnd:
         self.link = link
         self._host, self._store, self._sender = host, store, sender
         self._group: Group | None = None
+        self._decoder: LeadingDecoder | None = None
 
     @classmethod
     def open(
@@ -122,10 +107,17 @@ class LeaderEnd:
         )
         return cls(host, link, store, RankBroadcast(ring, readers, wires, acks, step_timeout_s))
 
+    def join(self) -> Group:
+        """Meets the others, who have attached to the ring by then: its name goes, so that nothing is left of
+        it whenever and however its processes end."""
+        if self._group is None:
+            self._group = _join(self._store, 0, self.link, self._host)
+            self._sender.all_are_here()
+        return self._group
+
     def load(self, spec: TargetSpec) -> LeadingDecoder:
         """Rank 0's shard, made while the others make theirs."""
-        group = _join(self._store, 0, self.link, self._host)
-        self._group = group
+        group = self.join()
         decoder = LeadingDecoder(
             self._sender,
             group,
@@ -136,10 +128,21 @@ class LeaderEnd:
             LINEARS[spec.quantization],
         )
         _meet(group, self.link)
-        self._sender.all_are_here()
+        self._decoder = decoder
         return decoder
 
+    def load_for(self, config: AppConfig, model_dir: Path) -> LeadingDecoder:
+        """Rank 0's shard of a configuration's target."""
+        return self.load(target_spec(config, model_dir))
+
+    def journal(self) -> tuple[JournalEntry, ...]:
+        """What the others were told last, oldest first."""
+        return () if self._decoder is None else self._decoder.journal.entries()
+
     def close(self) -> None:
+        """The others end."""
+        if self._decoder is not None:
+            self._decoder.stop()
         self._sender.close()
         if self._group is not None:
             self._group.close()
@@ -154,12 +157,20 @@ class FollowerEnd:
         self.place = RankPlace(node, host, self._inbox.address)
         self._group: Group | None = None
         self._receiver: RankReceiver | None = None
+        self._link: RankLink | None = None
 
-    def load(self, link: RankLink, spec: TargetSpec) -> Follower:
-        """This rank's shard, made while the others make theirs. Raises what loading raises."""
-        receiver = self._receiver = self._listen(link)
+    def join(self, link: RankLink) -> None:
+        """Attaches to what rank 0 has made, and meets the others."""
+        self._receiver, self._link = self._listen(link), link
         store = dist.TCPStore(*link.store, link.count, timeout=timedelta(seconds=LOAD_TIMEOUT_S))
-        group = self._group = _join(store, self._rank, link, self._host)
+        self._group = _join(store, self._rank, link, self._host)
+
+    def load(self, spec: TargetSpec) -> Follower:
+        """This rank's shard, made while the others make theirs. Raises what loading raises."""
+        group, receiver, link = self._group, self._receiver, self._link
+        assert group is not None, "join() comes first"
+        assert receiver is not None
+        assert link is not None
         decoder = load_target(spec.model_dir, spec.dtype, spec.max_positions, spec.quantization, group)
         _meet(group, link)
         return Follower(decoder, group, receiver)

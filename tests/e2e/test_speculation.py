@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig, parse_app_config
@@ -14,8 +15,10 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.models.tokenizer import Tokenizer
+from dspark_ray.runtime.ranks import TargetSpec
 from dspark_ray.scheduling.step_table import StepTable
 from tests.reference import dense_logits
+from tests.tiny_ranks import led
 
 CHECKPOINT = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m-dspark-block7"
 QUESTIONS = (
@@ -42,8 +45,6 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def target(model_dir: Path) -> Decoder:
-    import torch
-
     return load_target(model_dir, torch.float32, 512)
 
 
@@ -136,3 +137,18 @@ def test_the_shipped_drafter_drafts_well(
     """A floor, far below its measured τ: an off-by-one in taps or positions gives about 1.1."""
     engine, _, _ = generate(target, model_dir, prompts, "fixed")
     assert engine.counters.tau > 1.35
+
+
+def test_three_ranks_write_what_one_writes(
+    target: Decoder, model_dir: Path, prompts: list[tuple[int, ...]], plain: list[list[int]]
+) -> None:
+    """Nine heads and three KV heads over three ranks, one of them told over zmq."""
+    with led(TargetSpec(model_dir, torch.float32, 512), ["a", "a", "b"]) as ranks:
+        engine, texts, budgets = generate(ranks.target, model_dir, prompts[:3], "adaptive")
+        first, *others = ranks.journals()
+    for prompt, expected, text in zip(prompts, plain, texts, strict=False):
+        assert_equal_up_to_near_ties(target, prompt, expected, text)
+    assert engine.counters.accepted_tokens > 0
+    assert engine.counters.trimmed_tokens > 0
+    assert len(budgets) >= 3
+    assert others == [first, first]

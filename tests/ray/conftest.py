@@ -16,7 +16,7 @@ from ray.util import list_named_actors
 
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import EngineStats
-from dspark_ray.runtime.names import NAMESPACE, engine_prefix, scheduler_name
+from dspark_ray.runtime.names import NAMESPACE, is_engine_name, scheduler_name
 from tests.ray.app_builder import build_fake_app
 from tests.tiny import tiny_chat_model_dir
 
@@ -53,9 +53,9 @@ class Fleet:
 
     def engines(self) -> dict[str, Any]:
         """Engine actors by name."""
-        prefix = engine_prefix(self.app_name)
         listed = [entry["name"] for entry in list_named_actors(all_namespaces=True)]
-        return {name: ray.get_actor(name, NAMESPACE) for name in listed if name.startswith(prefix)}
+        names = [name for name in listed if is_engine_name(self.app_name, name)]
+        return {name: ray.get_actor(name, NAMESPACE) for name in names}
 
     def stats(self) -> dict[str, EngineStats]:
         found = {}

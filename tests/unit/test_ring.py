@@ -1,11 +1,13 @@
 """The ring of messages in shared memory: order, wrap-around, torn records, slow readers, processes."""
 
+import errno
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 import pytest
 
@@ -159,6 +161,17 @@ def test_another_process_reads_and_leaves_the_ring_alone(ring: Ring, readers: li
     assert complaints == ""
     assert ring.progress(1).has_ended
     Ring.attach(ring.name).close()  # its name is still there
+
+
+def test_a_machine_without_room_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = set(Path("/dev/shm").iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(RankError, match=r"no room for \d+ bytes of shared memory: No space .* --shm-size"):
+        Ring.create(num_readers=1, capacity=1024)
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def test_what_is_no_ring_is_not_attached_to(ring: Ring) -> None:

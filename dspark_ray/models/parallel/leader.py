@@ -29,6 +29,8 @@ from dspark_ray.models.weights import WeightSource
 
 logger = logging.getLogger(__name__)
 
+HEAD_BYTES = 1 << 18  # of the states in one message, or one row's
+
 
 class LeadingDecoder(Decoder):
     """The target as an engine and its drafter use it. Every call raises `RankError` when a rank is lost,
@@ -48,6 +50,7 @@ class LeadingDecoder(Decoder):
         self.journal = Journal()
         self._sender = sender
         self._number = self._num_sums = 0
+        self._is_lost = False
         self._kv: KVStorage | None = None
         group.on_enter = self._note_sum
 
@@ -79,6 +82,10 @@ class LeadingDecoder(Decoder):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`, of states that every rank is sent."""
+        rows = max(1, HEAD_BYTES // (self.config.hidden_size * self.dtype.itemsize))
+        return torch.cat([self._told_logits(part) for part in hidden.split(rows)])
+
+    def _told_logits(self, hidden: Tensor) -> Tensor:
         self._tell(lambda number: HeadMessage(number, hidden))
         try:
             return self._logits(hidden)
@@ -86,7 +93,9 @@ class LeadingDecoder(Decoder):
             raise self._blamed(error) from error
 
     def stop(self) -> None:
-        """Lets the other ranks end; without a word to those that are lost."""
+        """Lets the other ranks end; they do so by themselves once one is lost."""
+        if self._is_lost:
+            return
         try:
             self._sender.send(encode(StopMessage(self._number + 1)))
         except RankError as error:
@@ -106,6 +115,7 @@ class LeadingDecoder(Decoder):
         self._num_sums = number
 
     def _blamed(self, error: RankError) -> RankError:
+        self._is_lost = True
         found = blame(self._sender.progress(), self._number, self._num_sums)
         logger.error("%s (%s); the last messages: %s", found, error, self.journal.tail())
         return RankError(f"{found} ({error})")

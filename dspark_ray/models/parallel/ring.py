@@ -52,9 +52,9 @@ class Ring:
 
     @classmethod
     def create(cls, num_readers: int, capacity: int) -> "Ring":
-        """An empty ring for records of up to half its `capacity` in bytes."""
+        """An empty ring for records of up to half its `capacity`, in bytes. `RankError` without room."""
         capacity += -capacity % _ALIGNMENT
-        memory = SharedMemory(create=True, size=_header_bytes(num_readers) + capacity)
+        memory = _allocate(_header_bytes(num_readers) + capacity)
         ring = cls(memory, capacity, num_readers)
         ring._is_owner = True
         for place, value in ((_CAPACITY_AT, capacity), (_READERS_AT, num_readers), (_MAGIC_AT, _MAGIC)):
@@ -211,6 +211,23 @@ def _wait(condition: Callable[[], bool], timeout_s: float | None) -> bool:
         tries += 1
         time.sleep(0.0 if tries < _YIELDS else _NAP_S if tries < _NAPS else _LONG_NAP_S)
     return True
+
+
+def _allocate(size: int) -> SharedMemory:
+    """Really there: memory that turns out to be missing when it is written to ends the process."""
+    try:
+        memory = SharedMemory(create=True, size=size)
+        try:
+            os.posix_fallocate(memory._fd, 0, size)  # type: ignore[attr-defined]
+        except OSError:
+            memory.close()
+            memory.unlink()
+            raise
+    except OSError as error:
+        raise RankError(
+            f"no room for {size} bytes of shared memory: {error.strerror}; containers get more by --shm-size"
+        ) from error
+    return memory
 
 
 @contextlib.contextmanager

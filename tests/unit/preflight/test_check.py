@@ -74,10 +74,14 @@ def test_adapters_are_looked_at_before_anything_starts(tmp_path: Path) -> None:
 
 
 def test_what_the_catalogue_starts_from_is_sound() -> None:
-    assert problems(QWEN) == problems(FLASH) == []
+    assert problems(QWEN) == problems(FLASH) == problems(OURS) == problems(changed(OURS, {RANKS: 2})) == []
     assert problems(changed(QWEN, {"scheduler": CAP})) == []  # vLLM's own budgets keep to it
 
 
+OURS = changed(
+    QWEN, {"engine.kind": "native", "engine.kv_num_blocks": 1024, "engine.max_running": 16, "vllm": None}
+)
+RANKS = "engine.tensor_parallel_size"
 EIGHT = "vllm.tensor_parallel_size"
 CAP = {"policy": "shared_cap", "cap_draft_tokens_per_s": 100}
 CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
@@ -213,6 +217,42 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "does not run model_type 'deepseek_v4'",
         "engine.kind to vllm",
     ),
+    "ranks that do not divide the heads": (
+        OURS,
+        {RANKS: 3},
+        "3 ranks do not divide 32 attention heads, 8 KV heads and an inner width of 12288",
+        "use one of 1, 2, 4, 8, 16, 32",
+    ),
+    "ranks on GPUs": (
+        OURS,
+        {RANKS: 2, "model.device": "cuda"},
+        "model.device: 2 ranks compute on CPUs",
+        "set it to cpu, or engine.tensor_parallel_size to 1",
+    ),
+    "ranks and adapters": (
+        OURS,
+        {RANKS: 2, "lora": {"load_from": "adapters"}},
+        "2 ranks hold no adapters",
+        "serve without, or set engine.tensor_parallel_size to 1",
+    ),
+    "more than two ranks and one text": (
+        OURS,
+        {RANKS: 4, "engine.deterministic": True},
+        "engine.deterministic: 4 ranks add up in an order that depends on the batch",
+        "to 1 or 2",
+    ),
+    "our ranks on one small node": (
+        OURS,
+        {RANKS: 4, "hardware.devices_per_node": 2},
+        "STRICT_PACK keeps all 4 ranks on one node, and a node has 2 devices",
+        "set it to PACK",
+    ),
+    "weights that do not fit our ranks": (
+        OURS,
+        {RANKS: 2, "hardware.device_memory_gib": 8},
+        "weights, drafter and workspace take",
+        "raise engine.tensor_parallel_size",
+    ),
     "a cap without a budget": (
         QWEN,
         {"scheduler": CAP, "speculation.mode": "fixed"},
@@ -267,6 +307,7 @@ def test_a_broken_configuration_is_named_with_its_cure(name: str) -> None:
         (QWEN, {"vllm.speculative_args.method": "mtp"}, "is set by speculation.drafter.kind"),
         (QWEN, {"vllm.executor": "ray", "vllm.data_parallel_size": 2}, "placement groups of its own"),
         (QWEN, {"engine.kind": "sglang"}, "engine.kind"),
+        (QWEN, {"engine.tensor_parallel_size": 2}, "is the native engine's; see vllm.tensor_parallel_size"),
         (QWEN, {"vllm.tensor_parallel": 2}, "vllm.tensor_parallel"),
     ],
 )
@@ -308,6 +349,17 @@ def test_a_local_directory_is_read_and_weighed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json is damaged"):
         check_config(parse_app_config(changed(QWEN, {"model.source": str(tmp_path)})))
+
+
+def test_ranks_divide_the_target_and_not_our_drafter() -> None:
+    one, two = (check_config(parse_app_config(changed(OURS, {RANKS: n}))).memory for n in (1, 2))
+    assert one is not None
+    assert two is not None
+    assert two.weights == one.weights / 2
+    assert two.drafter == one.drafter
+    assert one.kv is not None
+    assert two.kv is not None
+    assert one.kv / 2 < two.kv < one.kv  # with the drafter's keys, which are rank 0's
 
 
 def test_each_shipped_shape_says_where_it_is_from() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark_ray.core.config import AppConfig, parse_app_config
+from dspark_ray.core.config import AppConfig, EngineConfig, parse_app_config
 from dspark_ray.core.errors import ArtefactError, CheckpointError
 from dspark_ray.profiling import cache
 from dspark_ray.profiling.cache import build_profiled_engine, cached_table, table_path
@@ -143,3 +143,12 @@ def test_a_cache_that_cannot_be_written(
     assert engine.budget.table is not None
     assert len(profiles) == 1
     assert "cannot be kept" in caplog.text
+
+
+def test_tables_of_several_ranks_are_their_own(model_dir: Path) -> None:
+    def identity(**engine: Any) -> dict[str, Any]:
+        return table_identity(config().model_copy(update={"engine": EngineConfig(**engine)}), model_dir)
+
+    assert "ranks" not in identity()  # tables of before there were any stay valid
+    pair, spread = identity(tensor_parallel_size=2), identity(tensor_parallel_size=2, rank_placement="SPREAD")
+    assert len({str(found.get("ranks")) for found in (pair, spread, identity())}) == 3

@@ -10,7 +10,7 @@ import zmq
 
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import parse_app_config
-from dspark_ray.core.errors import RequestError
+from dspark_ray.core.errors import RankError, RequestError
 from dspark_ray.core.types import FinishReason, Request, SamplingParams, StepPlan
 from dspark_ray.runtime import transport
 from dspark_ray.runtime.engine_loop import EngineLoop
@@ -155,6 +155,21 @@ def test_a_failing_step_tells_everyone_and_ends_the_loop(bench: Bench) -> None:
         assert output.finish_reason is FinishReason.ERROR
         assert output.step_failed
     assert {output.request_id for output in bench.received("server")[0].outputs} == {"good", "bad"}
+
+
+def test_a_lost_rank_is_no_requests_doing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on elsewhere, however often ranks are lost."""
+
+    def lose() -> None:
+        raise RankError("rank 1 has ended in message 7")
+
+    monkeypatch.setattr(bench.engine, "step", lose)
+    bench.submit("r1", "ingress-a")
+    with pytest.raises(RankError):
+        bench.loop.run()
+    output = bench.received("ingress-a")[-1].emissions[0].output
+    assert output.finish_reason is FinishReason.ERROR
+    assert not output.step_failed
 
 
 def test_stop_ends_the_loop_and_what_runs(bench: Bench) -> None:

@@ -9,8 +9,8 @@ import pytest
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import parse_app_config
 from dspark_ray.core.types import EngineStats, Request, SamplingParams
-from dspark_ray.runtime.engine_factory import threads_per_engine
 from dspark_ray.runtime.monitor import Monitor
+from dspark_ray.runtime.threads import threads_per_engine
 from tests.fakes import FakeEngine
 
 CONFIG = parse_app_config({"serving": {"num_replicas": 2}})
@@ -58,6 +58,11 @@ def test_counters_follow_and_a_line_is_written_when_something_happened(
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (8, 4), (9, 4)])
 def test_replicas_share_the_cores(cores: int, expected: int) -> None:
     assert threads_per_engine(CONFIG, cores) == expected
+
+
+def test_ranks_share_the_cores_too() -> None:
+    config = parse_app_config({"engine": {"tensor_parallel_size": 4}, "serving": {"num_replicas": 2}})
+    assert threads_per_engine(config, 64) == 8
 
 
 def test_a_configured_number_of_threads_wins() -> None:

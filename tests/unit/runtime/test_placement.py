@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from dspark_ray.core.config import parse_app_config
+from dspark_ray.runtime.names import engine_name, is_engine_name, rank_name
 from dspark_ray.runtime.placement import Placement, replica_placement
 
 
@@ -24,6 +27,13 @@ def test_a_native_engine_on_a_gpu_reserves_it() -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", ["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"])
+def test_our_ranks_have_a_bundle_each(strategy: str) -> None:
+    engine = {"tensor_parallel_size": 3, "rank_placement": strategy}
+    found = replica_placement(parse_app_config({"engine": engine, "serving": {"replica_cpus": 2.0}}))
+    assert found == Placement(({"CPU": 2.0},) * 3, strategy, num_ranks=3)
+
+
 def test_ranks_that_are_processes_share_the_engines_bundle() -> None:
     found = placement(tensor_parallel_size=2, data_parallel_size=2)
     assert found.bundles == ({"CPU": 2.0, "GPU": 4.0},)
@@ -37,3 +47,11 @@ def test_ranks_that_are_actors_have_a_bundle_each() -> None:
     assert found.strategy == "PACK"
     assert found.captures_children  # they land in the replica's group
     assert found.actor_options == {}
+
+
+def test_ranks_are_named_after_their_engine_and_are_none() -> None:
+    engine, rank = engine_name("app", "r1"), rank_name("app", "r1", 2)
+    assert rank == f"{engine}:rank2"
+    assert is_engine_name("app", engine)
+    assert not is_engine_name("app", rank)
+    assert not is_engine_name("ap", engine)
