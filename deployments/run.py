@@ -69,7 +69,8 @@ def failure_of(name: str, application: ApplicationStatusOverview) -> str:
 
 def _deploy(config: ServeDeploySchema) -> None:
     """Starts Ray and Serve with the config's options, and hands the config to Serve's controller."""
-    ray.init(address=os.environ.get("RAY_ADDRESS"), namespace=NAMESPACE)
+    # Not whatever cluster was started last on this machine: it may be gone, or not ours.
+    ray.init(address=os.environ.get("RAY_ADDRESS", "local"), namespace=NAMESPACE)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # again: Ray has set its own
     client = private_api.serve_start(
         http_options=config.http_options.model_dump(),

@@ -74,7 +74,7 @@ class WaitingQueue:
         """The first one in turn leaves to run."""
         sequence = self._sequences[0]
         self._take_out(sequence)
-        self._shares.begin(sequence.tag)
+        self._shares.begin(sequence.turn[0])  # not its tag: a level would set the others' clock ahead
         self._started_ms.append(self._clock.now_ms())
         if not self._sequences:
             self._started_ms.clear()
@@ -136,6 +136,8 @@ class WaitingQueue:
         assert self._sequences[place] is sequence
         del self._sequences[place]
         self._count(sequence, -1)
+        if not self._sequences:  # however the last one left: until somebody waits again, nothing need start
+            self._started_ms.clear()
 
     def _count(self, sequence: Sequence, change: int) -> None:
         if _may_be_shed(sequence):

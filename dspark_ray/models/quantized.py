@@ -100,7 +100,12 @@ class QuantizedSource(WeightSource):
                 f"tensor '{module}.weight' has shape {list(stored)}, the config asks for {list(shape)}"
             )
         if not packed:
-            return read_tensor(self._tensors[f"{module}.weight"], part)
+            values = read_tensor(self._tensors[f"{module}.weight"], part)
+            if values.element_size() != 1:  # saved uncompressed: already what values times scale make
+                raise CheckpointError(
+                    f"{module}.weight is {values.dtype} beside a weight_scale: save the checkpoint compressed"
+                )
+            return values
         words = self._read(f"{module}.weight_packed")
         values = torch.stack([(words >> 8 * place) & 0xFF for place in range(_PACKED_VALUES)], dim=-1)
         whole = values.flatten(1)[:, : stored[1]] - 128

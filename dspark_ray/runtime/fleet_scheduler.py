@@ -106,13 +106,16 @@ class FleetScheduler:
 
     def plans(self) -> tuple[StepPlan, ...]:
         """One planning round over the live replicas; each plan answers its replica's last report."""
+        self._forget_silent()
+        self._num_rounds += 1
+        plans = self._policy.plan(self._view(), self._tables)
+        return tuple(replace(plan, ttl_ms=self._config.plan_ttl_ms) for plan in plans)
+
+    def _forget_silent(self) -> None:
         horizon_ms = self._clock.now_ms() - max(
             self._config.plan_ttl_ms, LIVE_INTERVALS * self.interval_ms if self.pushes else 0.0
         )
         self._members = {k: m for k, m in self._members.items() if m.arrived_ms >= horizon_ms}
-        self._num_rounds += 1
-        plans = self._policy.plan(self._view(), self._tables)
-        return tuple(replace(plan, ttl_ms=self._config.plan_ttl_ms) for plan in plans)
 
     def _view(self) -> FleetView:
         reports = tuple(self._members[replica_id].report for replica_id in sorted(self._members))
@@ -127,6 +130,7 @@ class FleetScheduler:
 
     def demand(self) -> GroupDemand | None:
         """What the live replicas together would do with a cap; None if the policy splits none."""
+        self._forget_silent()  # where nobody reports any more, no round does
         return self._policy.demand(self._view(), self._tables)
 
     def set_share(self, draft_tokens_per_s: float | None) -> None:

@@ -59,8 +59,7 @@ class SchedulerActor:
         self._push = PlanPush(self._due_plans, zmq.Context(), SystemClock())
         self._push.start()
         self._shares = GroupShares(config.num_groups, config.cap_draft_tokens_per_s, SystemClock())
-        if config.num_groups > 1:
-            threading.Thread(target=self._follow_groups, name="dspark-groups", daemon=True).start()
+        threading.Thread(target=self._follow_groups, name="dspark-groups", daemon=True).start()
         self._leaving = threading.Event()
         threading.Thread(target=self._watch_application, name="dspark-watch", daemon=True).start()
 
@@ -69,7 +68,7 @@ class SchedulerActor:
         with self._lock:
             self._scheduler.configure(config)
             if config != self._config:
-                self._shares.cap = config.cap_draft_tokens_per_s
+                self._shares = GroupShares(config.num_groups, config.cap_draft_tokens_per_s, SystemClock())
                 self._config = config
 
     def report(self, report: SurvivalReport) -> PlanReply:
@@ -115,6 +114,8 @@ class SchedulerActor:
         """Keeps this group's part of the cap up to date; without an answer it stays as it was."""
         while True:
             time.sleep(SHARE_PERIOD_S)
+            if self._config.num_groups == 1:  # a later configuration may say otherwise
+                continue
             try:
                 if self._group == 0:
                     with self._lock:

@@ -2,7 +2,8 @@
 
 Each request gets a tag, the virtual time at which its flow's turn comes: the end of the flow's previous
 request, or now if the flow had none waiting. A request takes its cost in virtual time. Requests run in the
-order of their tags, and the clock is the largest tag that has begun. So flows that all have something waiting
+order of their tags, and the clock is the largest that has begun (levels of priority shift tags: it is the
+shifted one, so that no level sets the clock ahead for the others). So flows that all have something waiting
 get equal costs through, whatever they have queued; a flow that was quiet saves nothing up; nobody starves:
 later requests of a flow have later tags, and a new flow begins at the clock. With one flow it is first come,
 first served.
@@ -36,7 +37,7 @@ class FairShare:
             self._end[flow] -= cost
 
     def begin(self, tag: float) -> None:
-        """The request with this tag leaves the queue to run."""
+        """The request with this tag, shifted by its level, leaves the queue to run."""
         self._now = max(self._now, tag)
         if len(self._end) > _KEPT_FLOWS:  # those behind the clock have nothing to remember
             self._end = {flow: end for flow, end in self._end.items() if end > self._now}

@@ -105,7 +105,8 @@ def rank(
     rng: random.Random,
 ) -> list[str]:
     """All replicas, best first: a few by chance and those with cached tokens by score, then the others from a
-    place by chance. loads: None for a replica that has not reported; it counts as the first that has. Never
+    place by chance. loads: None for a replica that has not reported; it counts as the first that has, as
+    one does that knows no rates yet. Never
     empty unless `loads` is. Loads and numbers are looked up only where the score asks for them: in a fleet of
     a thousand they would take longer than the score.
     """
@@ -114,7 +115,9 @@ def rank(
     chosen += [name for name in cached_tokens if name in loads and name not in chosen]
 
     def worth(name: str) -> tuple[float, int]:
-        load = loads[name] or next((one for one in loads.values() if one is not None and one.rates), None)
+        load = loads[name]
+        if load is None or not load.rates:
+            load = next((one for one in loads.values() if one is not None and one.rates), None)
         if load is None:
             return 0.0, -num_here[name]
         return score(load, num_here[name], request, cached_tokens.get(name, 0)), -num_here[name]

@@ -72,6 +72,7 @@ class Ticket:
         self._reserved = 0.0
         self._num_prompt = 0
         self._num_output = 0
+        self._has_begun = False
         self._closed = False
         account.num_running += 1
 
@@ -94,7 +95,8 @@ class Ticket:
         self._reserved, self._num_prompt = wanted, prompt_tokens
 
     def note(self, num_tokens: int) -> None:
-        """So many more tokens were sent."""
+        """Something of the answer was made, with so many more tokens: none, where only the prompt is told."""
+        self._has_begun = True
         self._num_output += num_tokens
 
     def headers(self) -> dict[str, str]:
@@ -114,7 +116,7 @@ class Ticket:
         self._account.num_running -= 1
         if self._tokens is not None:
             # Nothing came: it was refused, or failed. Else its prompt was computed.
-            used = self._num_prompt + self._num_output if self._num_output else 0
+            used = self._num_prompt + self._num_output if self._has_begun else 0
             self._tokens.take(used - self._reserved)
 
 

@@ -5,6 +5,7 @@ Off unless `observability.request_log` is configured. A line a prompt, in the sh
 of the operator's that sees each line first.
 """
 
+import contextlib
 import importlib
 import json
 import logging
@@ -41,6 +42,10 @@ class _PrivateFile(RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         return TextIOWrapper(FileIO(descriptor, "a"), encoding=self.encoding, write_through=True)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Not logging's way, which prints the record, and so what was asked, to stderr."""
+        raise  # called where the error is handled
 
 
 class RequestLog:
@@ -81,7 +86,8 @@ class RequestLog:
                         self._write(line)
             except Exception as error:  # of whatever kind, the operator's function included; without the text
                 logger.warning("a request was not written down: %s", type(error).__name__)
-        self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def _redacted(self, line: dict[str, Any]) -> dict[str, Any] | None:
         return line if self._redact is None else self._redact(line)
@@ -93,6 +99,7 @@ class RequestLog:
 
 def prompt_lines(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The prompts of a request that was accepted, as models/prompts.py reads them."""
+    body = {name: value for name, value in body.items() if value is not None}  # which routes take as absent
     if "input" in body:
         body = as_chat(body)[1]
     if "messages" in body:

@@ -129,6 +129,9 @@ def test_what_is_not_read_is_refused(tmp_path):
     )
     with pytest.raises(CheckpointError, match="weight_scale has shape"):
         load_target(eight, torch.float32, 64)
+    save_file(tensors | {name: tensors[name].bfloat16()}, eight / "model.safetensors")
+    with pytest.raises(CheckpointError, match="bfloat16 beside a weight_scale"):
+        load_target(eight, torch.float32, 64)
     del tensors[name]
     save_file(tensors, eight / "model.safetensors")
     with pytest.raises(CheckpointError, match="neither weight nor"):

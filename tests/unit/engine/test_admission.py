@@ -138,6 +138,22 @@ def test_clients_that_always_wait_get_equal_shares(seed: int) -> None:
         assert max(cost.values()) - min(cost[client] for client in clients) <= 2.0
 
 
+@pytest.mark.parametrize("busy", [FIRST, Priority(ServiceTier.PRIORITY, level=-8), FLEX])
+def test_a_busy_level_takes_no_share_from_the_short_queue_of_another(busy: Priority) -> None:
+    """Within a level, who sends one request at a time gets as many through as who has twenty waiting."""
+    queue = admission()
+    for number in range(20):
+        add(queue, f"a{number}", client="a")
+        add(queue, f"p{number}", busy, client="p")
+    add(queue, "b0", client="b")
+    served = Counter[str]()
+    for number in range(2000):
+        client = start_one(queue)
+        served[client] += 1
+        add(queue, f"{client}+{number}", busy if client == "p" else NORMAL, client=client)
+    assert abs(served["a"] - served["b"]) <= 2
+
+
 def test_long_requests_take_more_of_a_share() -> None:
     queue = admission()
     queue.max_model_len = 4096
@@ -264,6 +280,22 @@ def test_who_cannot_start_in_time_is_refused_at_once() -> None:
         add(queue, "hasty", start_within_ms=300.0)
     add(queue, "in time", start_within_ms=1000.0)
     add(queue, "important", FIRST, start_within_ms=100.0)  # it goes first
+
+
+def test_an_empty_queue_refuses_nobody_for_time() -> None:
+    """However it became empty: time in which nobody waited says nothing of the rate of starts."""
+    clock = ManualClock()
+    queue = admission(clock=clock)
+    for number in range(6):
+        add(queue, f"{number}", start_within_ms=5000.0)
+    for _ in range(5):
+        queue.waiting.start_first()
+    clock.advance(6000)
+    queue.waiting.expire()  # the sixth leaves the queue without a start
+    assert names(queue) == []
+    clock.advance(3.6e6)
+    add(queue, "the only one", start_within_ms=5000.0)
+    assert names(queue) == ["the only one"]
 
 
 def test_a_preempted_request_has_started() -> None:

@@ -184,3 +184,12 @@ def test_a_group_splits_its_part_of_the_cap(clock: ManualClock) -> None:
     fleet.set_share(60.0)
     assert share(fleet, "a", 2) == pytest.approx(60.0)
     assert FleetScheduler("app", SchedulerConfig(), clock).demand() is None
+
+
+def test_a_group_of_dead_replicas_demands_nothing(clock: ManualClock, fleet: FleetScheduler) -> None:
+    """A killed replica says no farewell, and the last of a group is followed by no report."""
+    fleet.report(report("a"))
+    clock.advance(CAPPED.plan_ttl_ms + 1.0)
+    demand = fleet.demand()
+    assert demand is not None
+    assert demand.num_replicas == 0

@@ -106,3 +106,11 @@ def test_a_slow_replica_is_not_the_better_of_a_bad_pair() -> None:
     loads = {"slow": SLOW, "busy": FAST, "idle": FAST}
     here = {"slow": 0, "busy": 6, "idle": 0}
     assert {rank(loads, here, SHORT, {}, rng)[0] for _ in range(50)} == {"idle"}
+
+
+@pytest.mark.parametrize("here", [1, 20])
+def test_a_replica_that_knows_no_rates_yet_counts_as_one_that_does(here: int) -> None:
+    """Else it scores 0: below every free replica, and above every full one however long its own queue."""
+    loads = {"known": FAST, "new": replace(FAST, rates=(), prefill_ms_per_token=0.0)}
+    assert rank(loads, {"known": here, "new": here - 1}, SHORT, {}, random.Random())[0] == "new"
+    assert rank(loads, {"known": here, "new": here + 5}, SHORT, {}, random.Random())[0] == "known"

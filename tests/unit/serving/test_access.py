@@ -134,6 +134,13 @@ async def test_operators_routes_want_an_admin_key(app: App) -> None:
     assert (await app.ask(ROOT)).status_code == 200
 
 
+async def test_a_prompt_that_is_only_scored_takes_its_tokens(app: App) -> None:
+    scored = {"prompt": "abc" * 20, "max_tokens": 0, "echo": True, "logprobs": 1}
+    first = await app.ask(ALICE, **scored)
+    assert first.json()["usage"]["completion_tokens"] == 0
+    assert refusal(await app.ask(ALICE, **scored)) == (429, "rate_limit_exceeded")
+
+
 async def test_metrics_may_be_open(tokenizer: Tokenizer, keys_file: Path, clock: ManualClock) -> None:
     app = App(tokenizer, keys_file, clock, open_metrics=True)
     assert (await app.client.get("/metrics")).status_code == 200

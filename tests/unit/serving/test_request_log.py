@@ -50,6 +50,7 @@ def written(folder: Path, bodies: list[dict[str, Any]], **config: Any) -> list[d
             [{"messages": [{"role": "system", "content": "be brief"}, *MESSAGES]}],
         ),
         ({"prompt": "a\nb"}, [{"prompt": "a\nb"}]),
+        ({"prompt": "a", "messages": None, "input": None}, [{"prompt": "a"}]),
         ({"prompt": ["a", "b"]}, [{"prompt": "a"}, {"prompt": "b"}]),
         ({"prompt": [5, 6]}, [{"prompt_ids": [5, 6]}]),
         ({"prompt": [[5, 6], [7]]}, [{"prompt_ids": [5, 6]}, {"prompt_ids": [7]}]),
@@ -118,3 +119,14 @@ async def test_only_accepted_requests_are_noted(tmp_path: Path) -> None:
         await app.client.post("/v1/completions", json={"model": "m", "max_tokens": 2, **body})
     await app.client.post("/tokenize", json={"model": "m", "prompt": "abc"})
     assert [body["prompt"] for body in noted] == ["abc"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_tells_no_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = RequestLog(RequestLogConfig(folder=str(tmp_path)))
+    full = Path("/dev/full").open("w", buffering=1)  # noqa: SIM115  (the log closes it)
+    log._file.stream.close()
+    log._file.stream = full  # type: ignore[assignment]
+    log.note({"prompt": "xylophone"})
+    log.close()
+    assert "xylophone" not in "".join(capfd.readouterr())
