@@ -65,6 +65,13 @@ class Ranks:
         if self.count > 1:
             dist.barrier()
 
+    def leave(self) -> None:
+        """Ends the group, once all are here. A process that just ended would leave threads of the group
+        behind that others still talk to, which kills it."""
+        if self.count > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
 
 def join_ranks() -> Ranks:
     """The group that torchrun started this process in; alone without torchrun."""

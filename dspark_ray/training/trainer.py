@@ -263,6 +263,7 @@ def train(config: TrainingConfig, observers: Sequence[Observer] = ()) -> None:
             observers.append(TensorBoardLog(config.output / "tensorboard"))
         target = TransformersTarget(config.target)
         Run(config, target, stop.requested, ranks=ranks, observers=observers).loop()
+    ranks.leave()
 
 
 class _StopSignal:
