@@ -47,7 +47,7 @@ class Grammars:
         vocabulary, loaded = self._load(request.grammar)
         from dspark_ray.models.grammar import GrammarAdjuster
 
-        return GrammarAdjuster(vocabulary.walk(loaded))
+        return GrammarAdjuster(vocabulary.walk(loaded, request.grammar.tag))
 
     def _load(self, grammar: CompiledGrammar) -> "tuple[GrammarVocabulary, xgrammar.CompiledGrammar]":
         vocabulary, loaded = self._vocabulary, self._loaded.get(grammar.digest)

@@ -12,6 +12,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,10 @@ from dspark_ray.models.adjust import FORBIDDEN, Columns
 from dspark_ray.models.tokenizer import Tokenizer
 
 MAX_COMPILED_BYTES = 4 << 20
+MAX_JSON_BLANKS = 8
+"""Blank tokens in a row in a JSON text. Any number is legal, and a small model may write nothing else up to
+its limit. A line break and its indentation are one or two. (A bound within the grammar, xgrammar's
+`max_whitespace_cnt`, makes the compiled form of a schema seven times as large.)"""
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+: (Check failed: .* is false: )?")  # where xgrammar raised it
 _TRIAL_TOKENS = 128
 _TRIAL_LIMIT_S = 0.5  # of CPU time: 4 ms a token, where 20 µs are usual
@@ -99,9 +104,16 @@ class GrammarVocabulary:
                 code="invalid_grammar",
             ) from error
 
-    def walk(self, compiled: xgrammar.CompiledGrammar) -> "GrammarWalk":
-        """At the beginning of a text."""
-        return GrammarWalk(xgrammar.GrammarMatcher(compiled), self)
+    @cached_property
+    def blanks(self) -> "np.ndarray":
+        """Which tokens are white space and nothing else, [V] bool."""
+        texts = self._info.decoded_vocab
+        return np.array([bool(text) and not text.strip(b" \t\r\n") for text in texts])
+
+    def walk(self, compiled: xgrammar.CompiledGrammar, tag: str = "") -> "GrammarWalk":
+        """At the beginning of a text; `tag` is the grammar's description, by which a JSON text is known."""
+        max_blanks = MAX_JSON_BLANKS if '"type": "json_schema"' in tag else None
+        return GrammarWalk(xgrammar.GrammarMatcher(compiled), self, max_blanks)
 
     def _try_out(self, compiled: xgrammar.CompiledGrammar) -> None:
         """Walks random legal tokens; raises `RequestError` for an ambiguous grammar that takes long."""
@@ -121,9 +133,13 @@ class GrammarVocabulary:
 class GrammarWalk:
     """One text's place in a grammar."""
 
-    def __init__(self, matcher: xgrammar.GrammarMatcher, vocabulary: GrammarVocabulary) -> None:
+    def __init__(
+        self, matcher: xgrammar.GrammarMatcher, vocabulary: GrammarVocabulary, max_blanks: int | None
+    ) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._max_blanks = max_blanks
+        self._blanks = [0]  # at each place since the beginning, the blank tokens in a row before it
         self._bits = xgrammar.allocate_token_bitmask(1, vocabulary.size)  # [1, ⌈V / 32⌉] int32
 
     @property
@@ -133,21 +149,30 @@ class GrammarWalk:
 
     def accept(self, token_id: int) -> bool:
         """Whether the token is legal here; only then the walk goes on."""
-        return not self.ended and self._matcher.accept_token(token_id)
+        if self.ended or not self._matcher.accept_token(token_id):
+            return False
+        if self._max_blanks is not None:
+            self._blanks.append(self._blanks[-1] + 1 if self._vocabulary.blanks[token_id] else 0)
+        return True
 
     def step_back(self, num_tokens: int) -> None:
         """Takes back the newest accepted tokens."""
         if num_tokens:
             self._matcher.rollback(num_tokens)
+            if self._max_blanks is not None:
+                del self._blanks[-num_tokens:]
 
     def allowed(self) -> "np.ndarray | None":
         """Which tokens are legal here, [V] bool; None: all. Where no token is, the text may end."""
+        tired = self._max_blanks is not None and self._blanks[-1] >= self._max_blanks
         if not self._matcher.fill_next_token_bitmask(self._bits, 0):
-            return None
+            return ~self._vocabulary.blanks if tired else None
         bits = self._bits[0].numpy().view(np.uint8)
         allowed = np.unpackbits(bits, count=self._vocabulary.size, bitorder="little").view(bool)
         if not allowed.any():
             allowed[list(self._vocabulary.stop_token_ids)] = True
+        if tired and (rest := allowed & ~self._vocabulary.blanks).any():
+            return rest
         return allowed
 
 

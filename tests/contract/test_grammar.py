@@ -16,7 +16,9 @@ from dspark_ray.core.types import CompiledGrammar, FinishReason, Request
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.grammar import CACHED_GRAMMARS, Grammars
 from dspark_ray.models.adjust import FORBIDDEN, Columns
-from dspark_ray.models.grammar import GrammarAdjuster, GrammarVocabulary
+from dspark_ray.models.grammar import MAX_JSON_BLANKS, GrammarAdjuster, GrammarVocabulary
+from dspark_ray.serving.constraints import json_format, structural_tag
+from dspark_ray.serving.reasoning import Reasoning
 from tests.oracle_grid import GRID, Conditions, check_texts
 from tests.reference import dense_logits
 from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
@@ -227,3 +229,25 @@ def test_a_loaded_grammar_waits_for_no_other_one() -> None:
         grammars(replace(asked, grammar=other))
     assert grammars.slow_work(asked) is not None
     assert grammars(replace(asked, grammar=None)) is None
+
+
+def test_blanks_in_a_json_text_end() -> None:
+    """A model that always prefers a blank writes a whole text all the same."""
+    blank = len('{}":xy') + 1
+    tokens = ["", *'{}":xy', " ", "\n", "    "]
+    vocabulary = GrammarVocabulary(tokens, xgrammar.VocabType.RAW, [END])
+    schema = {"type": "object", "properties": {"x": {"enum": ["y"]}}, "required": ["x"]}
+    tag = structural_tag(json_format(schema), Reasoning.NONE)
+    walk = vocabulary.walk(vocabulary.load_grammar(vocabulary.compile(tag)), tag)
+    text = ""
+    while not walk.ended:
+        allowed = walk.allowed()
+        assert allowed is not None
+        token = blank if allowed[blank] else int(np.flatnonzero(allowed)[0])
+        assert walk.accept(token)
+        walk.step_back(1)  # a draft that is taken back leaves no trace
+        assert walk.accept(token)
+        text += tokens[token]
+        assert len(text) < 100
+    assert text.count(" ") == 4 * MAX_JSON_BLANKS
+    assert json.loads(text) == {"x": "y"}
