@@ -50,9 +50,11 @@ class RecordedStep:
     num_decoding: int
     verified_tokens: int
     num_drafted: int  # requests drafted after it
-    context_tokens: int
+    context_tokens: int  # cached keys that decoding requests attend to
     drafts: tuple[RecordedDraft, ...] = ()
     ended: tuple[RecordedRequest, ...] = ()
+    draft_tokens: int = 0  # drafted of each of `num_drafted`
+    draft_ms: float = 0.0  # of `measured_ms`, the drafting; 0 in records of before it was kept
 
     def to_line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

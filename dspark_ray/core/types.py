@@ -351,7 +351,7 @@ class SurvivalReport:
     generation: int  # of this replica's engine; a lower one is a dead predecessor's
     sequence: int  # grows by one a report; an older one is dropped
     survival: FloatArray  # [R, γ] non-increasing along γ, at least two steps old
-    base_rows: int  # rows of a step that carry no draft token (anchors and prefill)
+    base_rows: int  # anchors of a step: its rows that decode without a draft token
     num_running: int
     num_waiting: int
     table_digest: str

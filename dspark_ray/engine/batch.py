@@ -41,7 +41,7 @@ class VerifyBatch:
     slots: Tensor  # [N]
     paged: PagedBatch
     logit_rows: Tensor  # [M] rows whose logits are needed, in order of `work`
-    context_tokens: int  # Σ cached keys attended to
+    context_tokens: int  # Σ cached keys that decoding requests attend to
 
     def to(self, device: torch.device) -> "VerifyBatch":
         """For a target on that device; the batch itself for one on the CPU, where it was packed."""
@@ -95,5 +95,5 @@ def pack(work: Seq[Work], block_size: int) -> VerifyBatch:
             row_request=torch.from_numpy(owner.astype(np.int32)),
         ),
         logit_rows=torch.from_numpy(np.flatnonzero(wanted)),
-        context_tokens=int(kv_len.sum()),
+        context_tokens=int(sum(keys for w, keys in zip(work, kv_len, strict=True) if w.decoding)),
     )

@@ -5,7 +5,7 @@ steps old, from the step table and from plans; the current block's scores only r
 is drafted at all is decided from past steps.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from dspark_ray.scheduling.cap import TokenBucket, draft_token_cap
 from dspark_ray.scheduling.drafting import Costs, Drafting
 from dspark_ray.scheduling.gate import GateSettings, should_draft
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView, length_rule
-from dspark_ray.scheduling.live_costs import LiveCosts
+from dspark_ray.scheduling.live_costs import LiveCosts, StepSize
 from dspark_ray.scheduling.load import Rates, request_counts, throughput_curve
 from dspark_ray.scheduling.lockstep import within_step
 from dspark_ray.scheduling.recent_survival import RecentSurvival
@@ -58,7 +58,7 @@ class BudgetPlanner:
         self._gate = GateSettings()
         self._recent = RecentSurvival(config.num_draft_tokens, STALE_STEPS)
         self._drafting = Drafting(self._recent)
-        self._drafting_took_ms = 0.0  # of the step at hand
+        self.drafting_took_ms = 0.0  # after the step at hand
         fixed = config.fixed_tokens if config.mode is VerificationMode.FIXED else None
         self._num_drafted_tokens = config.num_draft_tokens if fixed is None else max(1, fixed)
 
@@ -156,35 +156,30 @@ class BudgetPlanner:
     def note_draft(self, survival: FloatArray, measured_ms: float) -> None:
         """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took."""
         self._recent.note(survival, self._num_drafted_tokens)
-        self._drafting_took_ms = measured_ms
+        self.drafting_took_ms = measured_ms
 
-    def note_step(
-        self, rows: int, num_verified: int, num_drafting: int, context_tokens: int, measured_ms: float
-    ) -> float:
-        """A step of `rows` rows, `num_verified` of them draft tokens, and the drafting after it took
-        `measured_ms`. → what was predicted, 0 while nothing is known
-        """
-        draft_ms, self._drafting_took_ms = self._drafting_took_ms, 0.0
+    def note_step(self, step: StepSize, num_drafting: int, measured_ms: float) -> float:
+        """A step and the drafting after it took `measured_ms`. → the prediction, 0 while nothing is known"""
+        draft_ms, self.drafting_took_ms = self.drafting_took_ms, 0.0
         if self.costs is None:
             return 0.0
-        predicted_ms = self.costs.step_ms(rows, num_verified, context_tokens)
-        self.costs.note_step(rows, num_verified, context_tokens, measured_ms - draft_ms)
+        predicted_ms = self.costs.step_ms(step)
+        self.costs.note_step(step, measured_ms - draft_ms)
         if num_drafting:
             predicted_ms += self.costs.draft_ms(num_drafting, self._num_drafted_tokens)
             self.costs.note_draft(num_drafting, self._num_drafted_tokens, draft_ms)
         return predicted_ms
 
-    def speculation_ms(
-        self, rows: int, num_verified: int, num_decoding: int, num_drafting: int, context_tokens: int
-    ) -> tuple[float, float, float]:
+    def speculation_ms(self, step: StepSize, num_drafting: int) -> tuple[float, float, float]:
         """What a step costs: its decoding requests without drafts, verification on top, drafting after it.
         Zeros where nothing is verified or known."""
-        if self.costs is None or num_verified == 0:
+        if self.costs is None or step.draft_rows == 0:
             return 0.0, 0.0, 0.0
         costs = self.costs
-        plain_ms = costs.step_ms(max(1, num_decoding), 0, context_tokens)
-        undrafted_ms = costs.step_ms(rows - num_verified, num_verified, context_tokens)
-        verify_ms = costs.step_ms(rows, num_verified, context_tokens) - undrafted_ms
+        num_decoding = step.decode_rows - step.draft_rows
+        plain_ms = costs.step_ms(replace(step, decode_rows=num_decoding, draft_rows=0, prompt_rows=0))
+        undrafted_ms = costs.step_ms(replace(step, decode_rows=num_decoding))
+        verify_ms = costs.step_ms(step) - undrafted_ms
         return plain_ms, verify_ms, costs.draft_ms(num_drafting, self._num_drafted_tokens)
 
     def rates(self, max_running: int) -> Rates:
@@ -197,10 +192,7 @@ class BudgetPlanner:
 
     def prefill_ms_per_token(self) -> float:
         """What a prompt's token adds to a step, as long as there is room in it."""
-        if self.table is None or self._max_step_rows < 2:
-            return 0.0
-        whole_ms = self.table.verify_cost_ms(self._max_step_rows) - self.table.verify_cost_ms(1)
-        return whole_ms / (self._max_step_rows - 1)
+        return 0.0 if self.table is None else self.table.prompt_row_ms(self._max_step_rows)
 
     def _cost_ms(self, count: int, load: Load, max_tokens: int, draft_ms: float) -> np.ndarray:
         if self.costs is None:

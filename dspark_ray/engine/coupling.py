@@ -17,7 +17,7 @@ class Coupling:
         self._budget = budget
         self._clock = clock
         self._newest = NewestPlan()
-        self.base_rows = 0  # rows of the last step that carried no draft token
+        self.base_rows = 0  # anchors of the last step
 
     def apply(self, plan: StepPlan) -> None:
         """Takes a plan; one that is older than the newest is dropped."""

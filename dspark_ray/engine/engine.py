@@ -49,6 +49,7 @@ from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import ContextRows, DraftBlock, Drafter, DraftRequest, Outcome
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.models.token_rules import token_rules
+from dspark_ray.scheduling.live_costs import StepSize
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
 
@@ -485,10 +486,12 @@ class Engine:
     def _note(self, batch: VerifyBatch, num_drafted: int, started_ms: float) -> None:
         """Measured against predicted step time: corrects the table, feeds the metrics."""
         measured_ms = self._clock.now_ms() - started_ms
-        rows = len(batch.token_ids)
-        verified = sum(w.num_rows - 1 for w in batch.work if w.decoding)
-        predicted_ms = self.budget.note_step(rows, verified, num_drafted, batch.context_tokens, measured_ms)
         decoding = sum(w.decoding for w in batch.work)
+        decode_rows = sum(w.num_rows for w in batch.work if w.decoding)
+        verified, rows = decode_rows - decoding, len(batch.token_ids)
+        draft_ms = self.budget.drafting_took_ms
+        size = StepSize(decode_rows, verified, rows - decode_rows, batch.context_tokens)
+        predicted_ms = self.budget.note_step(size, num_drafted, measured_ms)
         record = StepRecord(
             ended_ms=self._clock.now_ms(),
             measured_ms=measured_ms,
@@ -499,12 +502,11 @@ class Engine:
         )
         self._recent.add(record)
         if self.context_watch is not None:
-            self.context_watch.end_step(
-                *self.budget.speculation_ms(rows, verified, decoding, num_drafted, batch.context_tokens)
-            )
+            self.context_watch.end_step(*self.budget.speculation_ms(size, num_drafted))
         if self.recorder is not None:
-            self.recorder.step(record, num_drafted, batch.context_tokens)
-        self._coupling.base_rows = rows - verified
+            width = self.budget.draft_tokens()
+            self.recorder.step(record, num_drafted, width, draft_ms, batch.context_tokens)
+        self._coupling.base_rows = decoding
 
     # -- what others see ---------------------------------------------------------------------------
 

@@ -88,8 +88,10 @@ class StepRecorder:
                 )
             )
 
-    def step(self, record: StepRecord, num_drafted: int, context_tokens: int) -> None:
-        """Ends the step's line."""
+    def step(
+        self, record: StepRecord, num_drafted: int, draft_tokens: int, draft_ms: float, context_tokens: int
+    ) -> None:
+        """Ends the step's line; what was drafted after it: requests, tokens of each, and the time it took."""
         line = RecordedStep(
             ended_ms=round(record.ended_ms, 3),
             measured_ms=round(record.measured_ms, 4),
@@ -101,6 +103,8 @@ class StepRecorder:
             context_tokens=context_tokens,
             drafts=tuple(self._drafts),
             ended=tuple(self._ended),
+            draft_tokens=draft_tokens if num_drafted else 0,
+            draft_ms=round(draft_ms, 4),
         )
         self._file.write(line.to_line() + "\n")
         self._drafts, self._ended = [], []

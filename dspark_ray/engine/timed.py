@@ -119,7 +119,7 @@ class TimedTarget(Decoder):
     ) -> DecoderOutput:
         """Hidden states are the positions, [N, 1]. There are no adapters here."""
         self._meet_group()
-        self._pace.spend(self._table.verify_cost_ms(len(token_ids), int(batch.kv_len.sum())))
+        self._pace.spend(self._step_ms(len(token_ids), batch, logit_rows))
         hidden = positions.to(torch.float32).unsqueeze(1)
         logits = None if logit_rows is None else self.logits(hidden[logit_rows])
         return DecoderOutput(hidden, hidden[:, :0], logits)
@@ -128,6 +128,14 @@ class TimedTarget(Decoder):
         logits = torch.zeros(len(hidden), _FIRST_TOKEN + _NUM_TOKENS)
         following = _FIRST_TOKEN + (hidden.long() + 1) * 7 % _NUM_TOKENS
         return logits.scatter_(1, following, _SURE)
+
+    def _step_ms(self, num_rows: int, batch: PagedBatch, logit_rows: Tensor | None) -> float:
+        """Rows without logits are a prompt's."""
+        if logit_rows is None:
+            return self._table.verify_cost_ms(num_rows, int(batch.kv_len.sum()))
+        decoding = batch.markers(num_rows)[logit_rows].unique()
+        context_tokens = int(batch.kv_len[decoding].sum())
+        return self._table.step_cost_ms(len(logit_rows), num_rows - len(logit_rows), context_tokens)
 
     def _meet_group(self) -> None:
         """A step of a lock-step group begins when its slowest member's last one has ended."""

@@ -1,4 +1,4 @@
-"""Measures a step table: target step time by rows and by context, drafting time by requests.
+"""Measures a step table: target steps by rows, by rows of prompts and by context, drafting by requests.
 
 All sizes are measured in turn, several times over, and each gets the median of its rounds: a disturbance of
 the machine then hits one round of many sizes, not all rounds of one.
@@ -13,7 +13,7 @@ import numpy as np
 
 from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.engine.engine import Engine
-from dspark_ray.profiling.step_timer import StepTimer
+from dspark_ray.profiling.step_timer import StepTimer, TargetStep
 from dspark_ray.scheduling.step_table import StepTable
 
 OnProgress = Callable[[float], None]
@@ -26,8 +26,9 @@ class ProfileSettings:
     """What is measured. Sizes beyond the engine's limits are left out."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+    prompt_rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    context_tokens: int = 256  # of each request
+    context_tokens: int = 256  # of each request, and of a prompt at most
     long_context_tokens: int = 1024  # the second point of the fit of the context's cost
     rounds: int = 5
     max_s: float = 12.0  # no further round is begun after this; twice this, and the first one is cut short
@@ -74,6 +75,10 @@ class _Profile:
         ]
         self._context = [self._step(*size) for size in self._context_pair(min(16, limits.max_running))]
         self._verify = [self._step(count, settings.context_tokens, None) for count in rows]
+        self._prompts = [
+            self._point(count, timer.prompt_step(count, settings.context_tokens))
+            for count in _grid(settings.prompt_rows, limits.max_step_rows)
+        ]
 
     def _context_pair(self, num_requests: int) -> list[tuple[int, int, int]]:
         """The same rows over a short and a long context; no pair where contexts cannot differ."""
@@ -82,11 +87,13 @@ class _Profile:
         return [(num_requests, context, num_requests) for context in (short, long)] if short < long else []
 
     def _step(self, num_rows: int, context: int, num_requests: int | None) -> "_Point":
-        step = self._timer.target_step(num_rows, context, num_requests)
+        return self._point(num_rows, self._timer.target_step(num_rows, context, num_requests))
+
+    def _point(self, num_rows: int, step: TargetStep) -> "_Point":
         return _Point(num_rows, partial(self._timer.verify_ms, step), step.context_tokens)
 
     def run(self, made_from: dict[str, Any]) -> StepTable:
-        for first in (self._verify[0], *self._draft[:1]):
+        for first in (self._verify[0], self._prompts[0], *self._draft[:1]):
             first.measure()  # first-use costs
         self._started_ms = self._clock.now_ms()
         for number in range(self._settings.rounds):
@@ -96,6 +103,7 @@ class _Profile:
             self._on_progress((number + 1) / self._settings.rounds)
         context_ms = self._context_ms()
         verify = [point for point in self._verify if point.samples]
+        prompts = [point for point in self._prompts if point.samples]
         return StepTable(
             rows=np.array([point.size for point in verify]),
             verify_ms=np.array([_without_context(point, context_ms) for point in verify]),
@@ -108,15 +116,18 @@ class _Profile:
                 ]
             ),
             staircase_rows=max((p.size for p in verify if p.size in self._captured), default=0),
+            prompt_rows=np.array([point.size for point in prompts], dtype=np.int64),
+            prompt_ms=np.array([point.median_ms for point in prompts]),
             context_ms_per_token=context_ms,
             made_from=made_from,
         )
 
     def _round(self) -> None:
         """Each size once, the big ones last: on a machine too slow for them they are extrapolated."""
-        for done, point in enumerate([*self._draft, *self._draft_one, *self._context, *self._verify]):
-            too_late = self._elapsed_s() > 2 * self._settings.max_s
-            if too_late and done >= 2 * len(self._draft) + len(self._context) + _MIN_SIZES:
+        steps = sorted([*self._verify, *self._prompts], key=lambda point: point.size)
+        needed = 2 * len(self._draft) + len(self._context) + 2 * _MIN_SIZES
+        for done, point in enumerate([*self._draft, *self._draft_one, *self._context, *steps]):
+            if done >= needed and self._elapsed_s() > 2 * self._settings.max_s:
                 break
             point.samples.append(point.measure())
 

@@ -30,7 +30,7 @@ class TargetStep:
 
     work: tuple[Work, ...]
     num_rows: int
-    context_tokens: int  # Σ cached keys attended to, as `VerifyBatch` counts them
+    context_tokens: int  # Σ cached keys that decoding requests attend to, as `VerifyBatch` counts them
 
 
 class StepTimer:
@@ -66,8 +66,15 @@ class StepTimer:
         work = [Work(s, rows, decoding=True) for s, rows in zip(sequences, sizes, strict=True)]
         if num_rows > decoding_rows:
             work.append(self._prefill(num_rows - decoding_rows))
-        context_tokens = sum(w.sequence.num_computed + w.num_rows for w in work)
+        context_tokens = sum(w.sequence.num_computed + w.num_rows for w in work if w.decoding)
         return TargetStep(tuple(work), num_rows, context_tokens)
+
+    def prompt_step(self, num_rows: int, prompt_tokens: int) -> TargetStep:
+        """A step of the beginnings of longer prompts, `prompt_tokens` of each: it decides nothing."""
+        longest = max(1, min(prompt_tokens, self.max_context))
+        whole, rest = divmod(num_rows, longest)
+        sizes = [longest] * whole + [rest] * (rest > 0)
+        return TargetStep(tuple(self._prefill(size) for size in sizes), num_rows, 0)
 
     @torch.inference_mode()
     def verify_ms(self, step: TargetStep) -> float:

@@ -1,5 +1,7 @@
 """What a step costs now: the step table under live corrections, laid out so that its costs are a slice."""
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -9,20 +11,33 @@ from dspark_ray.scheduling.step_table import StepTable
 _REFRESH_STEPS = 8  # a correction moves by a tenth of what is new in a step
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a target step holds."""
+
+    decode_rows: int  # anchors and draft tokens
+    draft_rows: int = 0  # of these, draft tokens
+    prompt_rows: int = 0
+    context_tokens: int = 0  # cached keys that the decoding rows attend to
+
+
 class LiveCosts:
     """Predicted step times for up to `max_rows` rows, corrected by what steps and drafting really took.
 
     Steps with draft tokens have a correction of their own: they have more to do for a row, and whether to
-    speculate at all is the comparison of the two.
+    speculate at all is the comparison of the two. So have the rows of prompts; of a step with prompts, the
+    larger part is corrected, and the other one taken as it is known.
     """
 
     def __init__(self, table: StepTable, max_rows: int, num_draft_tokens: int) -> None:
         self.table = table
         self.plain, self._speculating = OnlineCorrection(), OnlineCorrection()  # of target steps, by rows
+        self._prompt = OnlineCorrection()  # of what prompts add to a step, by their rows
         self._draft = OnlineCorrection()  # of drafting, by drafted tokens
         self._num_draft_tokens = num_draft_tokens
         self._rows = np.arange(max_rows + 1, dtype=np.int64)
         self._table_ms = table.verify_cost_ms(self._rows)
+        self._prompt_ms = table.prompt_cost_ms(self._rows)
         self._notes = 0
         self._refresh()
 
@@ -43,18 +58,22 @@ class LiveCosts:
         cheap beside a long prefill cost what they cost.
         """
         rows = len(self._rows) - 1
-        base = max(1, min(decode_rows + prefill_rows, rows))
-        alone = base if whole_step else max(1, min(decode_rows, rows))
-        cost_ms = self._speculating_ms[base : base + max_draft_tokens + 1]
-        cost_ms = cost_ms - (self._speculating_ms[base] - self._speculating_ms[alone])
+        alone = max(1, min(decode_rows, rows))
+        beside = max(0, min(prefill_rows, rows - alone))
+        most = max(0, min(max_draft_tokens, rows - alone - beside))
+        cost_ms = self._speculating_ms[alone : alone + most + 1].copy()
         cost_ms[0] = self._plain_ms[alone]
+        if beside:
+            with_prompts = self._prompt_ms[alone + beside : alone + beside + most + 1]
+            added_ms = with_prompts - self._prompt_ms[alone : alone + most + 1]
+            added_ms = added_ms * float(self._prompt_factor[beside])
+            cost_ms += added_ms if whole_step else added_ms - added_ms[0]
         context_ms = self.table.context_ms_per_token * context_tokens * float(self._plain_factor[alone])
         return np.asarray(np.maximum.accumulate(cost_ms) + (context_ms + draft_ms), dtype=np.float64)
 
-    def step_ms(self, rows: int, num_draft_tokens: int, context_tokens: int) -> float:
-        """Time of a target step of `rows` rows, `num_draft_tokens` of them drafted."""
-        factors = self._speculating_factor if num_draft_tokens else self._plain_factor
-        return self._uncorrected_ms(rows, context_tokens) * float(factors[min(rows, len(factors) - 1)])
+    def step_ms(self, step: StepSize) -> float:
+        """Time of a target step."""
+        return sum(self._known_ms(step, *self._uncorrected_ms(step)))
 
     def draft_ms(self, num_requests: int, num_tokens: int) -> float:
         """Time to draft `num_tokens` for each of `num_requests`."""
@@ -64,10 +83,15 @@ class LiveCosts:
             self._draft_ms[size] = self._table_draft_ms(*size) * factor
         return self._draft_ms[size]
 
-    def note_step(self, rows: int, num_draft_tokens: int, context_tokens: int, measured_ms: float) -> None:
+    def note_step(self, step: StepSize, measured_ms: float) -> None:
         """A target step, and what it took without drafting."""
-        correction = self._speculating if num_draft_tokens else self.plain
-        correction.update(rows, self._uncorrected_ms(rows, context_tokens), max(measured_ms, 0.0))
+        decode_ms, prompt_ms = self._uncorrected_ms(step)
+        known_decode_ms, known_prompt_ms = self._known_ms(step, decode_ms, prompt_ms)
+        if known_prompt_ms > known_decode_ms:
+            self._prompt.update(step.prompt_rows, prompt_ms, measured_ms - known_decode_ms)
+        else:
+            correction = self._speculating if step.draft_rows else self.plain
+            correction.update(step.decode_rows, decode_ms, measured_ms - known_prompt_ms)
         self._notes += 1
         if self._notes % _REFRESH_STEPS == 0:
             self._refresh()
@@ -77,10 +101,21 @@ class LiveCosts:
         table_ms = self._table_draft_ms(num_requests, num_tokens)
         self._draft.update(num_requests * num_tokens, table_ms, measured_ms)
 
-    def _uncorrected_ms(self, rows: int, context_tokens: int) -> float:
+    def _uncorrected_ms(self, step: StepSize) -> tuple[float, float]:
+        """What the table says of the rows that decode, and of the prompts beside them."""
+        rows, decode_ms = step.decode_rows, 0.0
         if rows >= len(self._table_ms):
-            return self.table.verify_cost_ms(rows, context_tokens)
-        return float(self._table_ms[rows]) + self.table.context_ms_per_token * context_tokens
+            decode_ms = self.table.verify_cost_ms(rows, step.context_tokens)
+        elif rows > 0:
+            decode_ms = float(self._table_ms[rows]) + self.table.context_ms_per_token * step.context_tokens
+        return decode_ms, self.table.added_prompt_ms(rows, step.prompt_rows)
+
+    def _known_ms(self, step: StepSize, decode_ms: float, prompt_ms: float) -> tuple[float, float]:
+        """Both, corrected."""
+        most = len(self._rows) - 1
+        factors = self._speculating_factor if step.draft_rows else self._plain_factor
+        decode_ms *= float(factors[min(step.decode_rows, most)])
+        return decode_ms, prompt_ms * float(self._prompt_factor[min(step.prompt_rows, most)])
 
     def _table_draft_ms(self, num_requests: int, num_tokens: int) -> float:
         return self.table.draft_cost_ms(num_requests, num_tokens / self._num_draft_tokens)
@@ -89,5 +124,6 @@ class LiveCosts:
         self._draft_ms: dict[tuple[int, int], float] = {}  # until the next refresh
         self._plain_factor = self.plain.factor(self._rows)
         self._speculating_factor = self._speculating.factor(self._rows)
+        self._prompt_factor = self._prompt.factor(self._rows)
         self._plain_ms = np.maximum.accumulate(self._table_ms * self._plain_factor)
         self._speculating_ms = np.maximum.accumulate(self._table_ms * self._speculating_factor)

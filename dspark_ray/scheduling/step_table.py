@@ -3,6 +3,14 @@
 A `StepTable` is measured once per digest by the profiler. Up to the largest captured graph size a step
 is padded to the next captured size, so its cost is a staircase; above it the cost is interpolated, and
 never across that border: the first size above it already pays the uncaptured price.
+
+Rows of prompts are cheaper than rows that decode: no token is decided in them (no LM head), and they share
+the keys they attend to. A step of D decoding rows beside P prompt rows takes
+
+    verify(D) + prompt(D + P) − prompt(D),
+
+with prompt(n) the time of a step of n prompt rows alone: what P more rows add to the layers, and nothing to
+the rest.
 """
 
 from dataclasses import dataclass, field
@@ -28,11 +36,11 @@ Float64Array = NDArray[np.float64]
 class StepTable:
     """Measured step times. Raises `ArtefactError` for sizes or times that no machine can produce.
 
-    Both curves are made non-decreasing at construction: a bigger step that measured faster is noise, and
+    All curves are made non-decreasing at construction: a bigger step that measured faster is noise, and
     a search over the raw figures would chase it.
     """
 
-    rows: IntArray  # [n] rows of a target step (anchors + drafts + prefill), ascending
+    rows: IntArray  # [n] rows of a target step (anchors + drafts), ascending
     verify_ms: Float64Array  # [n] target step time
     staircase_rows: int = 0  # largest captured graph size, one of `rows`; 0: interpolated everywhere
     requests: IntArray = field(
@@ -41,13 +49,17 @@ class StepTable:
     draft_ms: Float64Array = field(default_factory=lambda: np.zeros(0))  # [m] time to draft their blocks
     # [m] the part of it that does not shrink with the block; empty: shorter blocks count as fewer requests
     draft_fixed_ms: Float64Array = field(default_factory=lambda: np.zeros(0))
-    context_ms_per_token: float = 0.0  # cost per cached token attended to in the step
+    # [p] rows of a step of prompts alone, ascending; empty: a prompt's row counts as one that decodes
+    prompt_rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
+    prompt_ms: Float64Array = field(default_factory=lambda: np.zeros(0))  # [p] time of that step
+    context_ms_per_token: float = 0.0  # cost per cached token that the step's decoding rows attend to
     made_from: dict[str, Any] = field(default_factory=dict)  # digests, hardware, dtype, threads, ...
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
         rows, verify_ms = _checked_curve("rows", self.rows, "verify_ms", self.verify_ms)
         requests, draft_ms = _checked_curve("requests", self.requests, "draft_ms", self.draft_ms)
+        prompt_rows, prompt_ms = _checked_curve("prompt_rows", self.prompt_rows, "prompt_ms", self.prompt_ms)
         draft_fixed_ms = np.zeros(0)
         if len(self.draft_fixed_ms):
             _, draft_fixed_ms = _checked_curve(
@@ -62,7 +74,7 @@ class StepTable:
             raise ArtefactError(f"step table: context_ms_per_token={self.context_ms_per_token} is not a cost")
         for name, value in (
             ("rows", rows), ("verify_ms", verify_ms), ("requests", requests), ("draft_ms", draft_ms),
-            ("draft_fixed_ms", draft_fixed_ms),
+            ("draft_fixed_ms", draft_fixed_ms), ("prompt_rows", prompt_rows), ("prompt_ms", prompt_ms),
         ):  # fmt: skip
             object.__setattr__(self, name, value)
         object.__setattr__(self, "digest", digest_json(self._content()))
@@ -72,7 +84,8 @@ class StepTable:
     @overload
     def verify_cost_ms(self, rows: IntArray, context_tokens: float = 0) -> Float64Array: ...
     def verify_cost_ms(self, rows: int | IntArray, context_tokens: float = 0) -> float | Float64Array:
-        """Predicted time of a target step of `rows` rows that attends to `context_tokens` cached tokens."""
+        """Predicted time of a target step of `rows` decoding rows that attends to `context_tokens` cached
+        tokens."""
         wanted = np.atleast_1d(np.asarray(rows, dtype=np.float64))
         above = self.rows > self.staircase_rows
         if above.any():
@@ -86,6 +99,41 @@ class StepTable:
             cost = np.where(wanted <= self.staircase_rows, self.verify_ms[step], cost)
         cost = cost + self.context_ms_per_token * context_tokens
         return cost if isinstance(rows, np.ndarray) else float(cost[0])
+
+    @overload
+    def prompt_cost_ms(self, rows: int) -> float: ...
+    @overload
+    def prompt_cost_ms(self, rows: IntArray) -> Float64Array: ...
+    def prompt_cost_ms(self, rows: int | IntArray) -> float | Float64Array:
+        """Predicted time of a target step of `rows` rows of prompts and nothing else; without that curve,
+        what as many decoding rows cost."""
+        if not len(self.prompt_rows):
+            return self.verify_cost_ms(rows)
+        wanted = np.atleast_1d(np.asarray(rows, dtype=np.float64))
+        slope = _last_slope(self.prompt_rows, self.prompt_ms)
+        cost = _interpolate(wanted, self.prompt_rows, self.prompt_ms, slope)
+        return cost if isinstance(rows, np.ndarray) else float(cost[0])
+
+    def step_cost_ms(self, decode_rows: int, prompt_rows: int, context_tokens: float = 0) -> float:
+        """Predicted time of a target step with both kinds of rows, at least one in all."""
+        if decode_rows <= 0:
+            return self.prompt_cost_ms(max(prompt_rows, 1))
+        decode_ms = self.verify_cost_ms(decode_rows, context_tokens)
+        return decode_ms + self.added_prompt_ms(decode_rows, prompt_rows)
+
+    def added_prompt_ms(self, decode_rows: int, prompt_rows: int) -> float:
+        """What prompt rows add to a step of `decode_rows` decoding ones."""
+        if prompt_rows <= 0:
+            return 0.0
+        if decode_rows <= 0:
+            return self.prompt_cost_ms(prompt_rows)
+        return self.prompt_cost_ms(decode_rows + prompt_rows) - self.prompt_cost_ms(decode_rows)
+
+    def prompt_row_ms(self, max_step_rows: int) -> float:
+        """What one row of a prompt adds to a step, on average up to `max_step_rows`."""
+        if max_step_rows < 2:
+            return 0.0
+        return self.added_prompt_ms(1, max_step_rows - 1) / (max_step_rows - 1)
 
     def draft_cost_ms(self, num_requests: float, share: float = 1.0) -> float:
         """Predicted time to draft this share of a block for each of `num_requests`; 0 for none, and for a
@@ -149,6 +197,8 @@ class StepTable:
             "requests": self.requests.tolist(),
             "draft_ms": self.draft_ms.tolist(),
             "draft_fixed_ms": self.draft_fixed_ms.tolist(),
+            "prompt_rows": self.prompt_rows.tolist(),
+            "prompt_ms": self.prompt_ms.tolist(),
             "context_ms_per_token": float(self.context_ms_per_token),
             "made_from": dict(self.made_from),
         }

@@ -188,8 +188,8 @@ class Fleet:
         own_steps = np.where(decoding, np.ceil(share * steps.num_steps[:, None] - 1e-9), 0.0)
         # A stride ends with the last request that decodes in it.
         needed = np.where(count > 0, own_steps.max(axis=1), steps.num_steps)
-        steps = replace(steps, num_steps=needed.astype(np.int64))
         chunks = self._chunks(replicas, prefill, rows_left - emitted.verified.astype(np.int64))
+        steps = replace(steps, num_steps=needed.astype(np.int64), prefill_rows=chunks.sum(axis=1))
         self._left[place] -= tokens
         self._context[place] += tokens + chunks
         self._prefill[place] -= chunks

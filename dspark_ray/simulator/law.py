@@ -118,10 +118,13 @@ class ExactLaw:
         cost_ms = np.zeros(len(steps.replicas))
         for row, replica in enumerate(steps.replicas):
             policy = self._policies[replica]
-            rows = int(alive[row] + self._verified[row] + steps.prefill_rows[row])
             slots = np.flatnonzero(decoding[row])
             load = Load(0, int(steps.context_tokens[row]))
-            cost_ms[row] = policy.table.verify_cost_ms(max(rows, 1), float(steps.context_tokens[row]))
+            cost_ms[row] = policy.table.step_cost_ms(
+                int(alive[row] + self._verified[row]),
+                int(steps.prefill_rows[row]),
+                float(steps.context_tokens[row]),
+            )
             cost_ms[row] += policy.draft(slots, remaining[row, slots], load)
         return cost_ms
 
@@ -178,8 +181,9 @@ def steady_load(
             drafted_before = float(policy.drafted_tokens)
         load = busy if prefill_rows and number % 4 == 3 else quiet
         outcome = policy.verify(slots, plenty, load, now_ms)
-        rows = num_decoding + int(outcome.lens.sum()) + load.prefill_rows
-        step_ms = machine.table.verify_cost_ms(rows, context_tokens) + policy.draft(slots, plenty, quiet)
+        rows = num_decoding + int(outcome.lens.sum())
+        step_ms = machine.table.step_cost_ms(rows, load.prefill_rows, context_tokens)
+        step_ms += policy.draft(slots, plenty, quiet)
         now_ms += step_ms
         if number >= warm_steps and load is (busy if prefill_rows else quiet):
             measured += 1
@@ -333,7 +337,7 @@ class _Surface:
     def _measure(self, decoding: int, prefill_rows: int) -> Floats:
         prefill_rows = min(prefill_rows, max(0, self.machine.max_step_rows - decoding))
         if decoding == 0:
-            step_ms = self.machine.table.verify_cost_ms(max(prefill_rows, 1))
+            step_ms = self.machine.table.prompt_cost_ms(max(prefill_rows, 1))
             return np.array([step_ms, 0.0, 0.0, *np.ones(self._bank.num_tasks)])
         found = steady_load(
             self._settings, self.machine, self._bank, self._shares, self._rng,

@@ -178,10 +178,12 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
 def _service(setting: Setting, machine: Machine, point: Point) -> tuple[float, float]:
     """(seconds of a replica that one request takes, its TPOT in ms) at the load of `point`."""
     prompt, output = _mean(setting, "prompts"), _mean(setting, "outputs")
-    base = point.requests + point.budget_tokens
-    rows = min(prompt, machine.max_step_rows)
-    row_ms = machine.table.verify_cost_ms(round(base + rows)) - machine.table.verify_cost_ms(round(base))
-    service_ms = output / point.tau * point.step_ms / point.requests + prompt * row_ms / rows
+    base, rows = (
+        round(point.requests + point.budget_tokens),
+        max(1, round(min(prompt, machine.max_step_rows))),
+    )
+    prompt_ms = prompt / rows * machine.table.added_prompt_ms(base, rows)
+    service_ms = output / point.tau * point.step_ms / point.requests + prompt_ms
     return service_ms / 1e3, point.requests * service_ms / output
 
 

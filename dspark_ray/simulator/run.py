@@ -306,10 +306,10 @@ def _facts(setting: Setting) -> list[ReplicaFacts]:
     kinds = []
     for machine in setting.machines:
         counts = request_counts(machine.num_slots)
-        rows = machine.max_step_rows
-        whole_ms = machine.table.verify_cost_ms(rows) - machine.table.verify_cost_ms(1)
         rates = throughput_curve(mean, machine.table, None, counts, setting.context_tokens)
-        kinds.append(ReplicaFacts(machine.num_slots, rates, whole_ms / max(rows - 1, 1)))
+        kinds.append(
+            ReplicaFacts(machine.num_slots, rates, machine.table.prompt_row_ms(machine.max_step_rows))
+        )
     return [kinds[kind] for kind in setting.kinds]
 
 

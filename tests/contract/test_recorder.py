@@ -68,9 +68,23 @@ def test_the_simulator_reads_what_was_recorded(checkpoint: Path, tmp_path: Path)
 
 
 def test_recorded_times_correct_a_table() -> None:
-    steps = [RecordedStep(1.0, 2 * STEEP_TABLE.verify_cost_ms(8), 1.0, 8, 4, 0, 0, 0)] * 200
+    steps = [RecordedStep(1.0, 2 * STEEP_TABLE.verify_cost_ms(8), 1.0, 8, 8, 0, 0, 0)] * 200
     corrected = corrected_table(STEEP_TABLE, steps, 4)
     assert corrected.verify_cost_ms(8) == pytest.approx(2 * STEEP_TABLE.verify_cost_ms(8), rel=0.05)
+
+
+def test_recorded_prompts_and_drafts_correct_their_own_curves() -> None:
+    table, plain_ms = STEEP_TABLE, STEEP_TABLE.verify_cost_ms(8)
+    mixed_ms = plain_ms + 0.5 * table.added_prompt_ms(8, 24)
+    draft_ms = 3 * table.draft_cost_ms(8)
+    steps = [
+        RecordedStep(1.0, plain_ms + draft_ms, 1.0, 8, 8, 0, 8, 0, draft_tokens=4, draft_ms=draft_ms),
+        RecordedStep(1.0, mixed_ms, 1.0, 32, 8, 0, 0, 0),
+    ]
+    corrected = corrected_table(table, steps * 50, 4)
+    assert corrected.verify_cost_ms(8) == pytest.approx(plain_ms)
+    assert corrected.step_cost_ms(8, 24) == pytest.approx(mixed_ms)
+    assert corrected.draft_cost_ms(8) == pytest.approx(draft_ms)
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:

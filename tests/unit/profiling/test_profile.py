@@ -32,6 +32,18 @@ def test_sizes_are_the_grid_up_to_the_limits() -> None:
     assert table.made_from == {"who": "test"}
 
 
+def test_prompts_are_measured_by_steps_that_decide_nothing() -> None:
+    engine = tiny_engine(None, engine={"max_step_rows": 64})
+    timer = StepTimer(engine, TickingClock())
+    step = timer.prompt_step(40, prompt_tokens=16)
+    assert [work.num_rows for work in step.work] == [16, 16, 8]
+    assert not any(work.needs_logits for work in step.work)
+    assert timer.verify_ms(step) == 1.0
+    timer.close()
+    table = profile_engine(engine, settings=SETTINGS)
+    assert table.prompt_rows.tolist() == [1, 8, 16, 32, 64]
+
+
 def test_without_a_drafter_there_is_no_draft_cost() -> None:
     table = profile_engine(tiny_engine(None, speculation={"mode": "off"}), settings=SETTINGS)
     assert table.draft_cost_ms(4) == 0.0
@@ -66,7 +78,8 @@ def test_a_slow_machine_measures_the_small_sizes_only() -> None:
     settings = ProfileSettings(rows=(1, 2, 4, 8, 16, 32), requests=(1,), rounds=5, max_s=0.001)
     engine = tiny_engine(None, engine={"max_step_rows": 64})
     table = profile_engine(engine, settings=settings, clock=TickingClock())
-    assert table.rows.tolist() == [1, 2, 4, 8]
+    assert table.rows.tolist() == [1, 2, 4, 8, 16]
+    assert table.prompt_rows.tolist() == [1, 8, 16]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 7, 20, 30, 64])

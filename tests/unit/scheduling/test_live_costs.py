@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_ray.scheduling.live_costs import LiveCosts
+from dspark_ray.scheduling.live_costs import LiveCosts, StepSize
 from dspark_ray.scheduling.step_table import StepTable
 
 
@@ -16,7 +16,7 @@ def test_the_table_before_anything_is_known() -> None:
     costs = live()
     assert costs.curve(1, 0, 3, 0).tolist() == [10.0, 11.0, 12.0, 13.0]
     assert costs.curve(1, 0, 3, 0, draft_ms=5.0)[0] == 15.0
-    assert costs.step_ms(8, 7, 0) == 17.0
+    assert costs.step_ms(StepSize(8, 7)) == 17.0
 
 
 def test_no_costs_past_the_rows_there_are() -> None:
@@ -29,16 +29,46 @@ def test_prefill_counts_by_what_a_draft_token_costs_beside_it() -> None:
     assert costs.curve(1, 20, 2, 0, whole_step=True).tolist() == [36.0, 38.0, 40.0]
 
 
+PROMPTS = {"prompt_rows": [1, 64], "prompt_ms": [8.0, 39.5]}  # half a millisecond a row
+
+
+def test_prompts_have_a_price_of_their_own() -> None:
+    costs = live(**PROMPTS)
+    assert costs.step_ms(StepSize(8, 0, 20)) == pytest.approx(17.0 + 20 * 0.5)
+    assert costs.step_ms(StepSize(0, 0, 20)) == pytest.approx(8.0 + 19 * 0.5)
+    # A draft token costs beside a prompt what it costs alone: the prompt's price is linear.
+    assert costs.curve(8, 20, 2, 0).tolist() == pytest.approx([17.0, 18.0, 19.0])
+    assert costs.curve(8, 20, 2, 0, whole_step=True).tolist() == pytest.approx([27.0, 28.0, 29.0])
+
+
+def test_long_prompts_do_not_change_what_decoding_costs() -> None:
+    costs = live(**PROMPTS)
+    for _ in range(200):
+        costs.note_step(StepSize(8), 17.0)
+        costs.note_step(StepSize(8, 0, 50), 17.0 + 50)  # twice the table's price, mostly prompt
+        costs.note_step(StepSize(8, 0, 4), 17.0 + 4)  # mostly decoding: the prompts' part is known by now
+    assert costs.step_ms(StepSize(8)) == pytest.approx(17.0, rel=0.02)
+    assert costs.step_ms(StepSize(8, 0, 50)) == pytest.approx(67.0, rel=0.02)
+    assert costs.curve(8, 0, 0, 0)[0] == pytest.approx(17.0, rel=0.02)
+
+
+def test_decoding_is_learnt_from_steps_that_always_hold_a_prompt() -> None:
+    costs = live(**PROMPTS)
+    for _ in range(200):
+        costs.note_step(StepSize(8, 0, 4), 2 * 17.0 + 2.0)
+    assert costs.step_ms(StepSize(8)) == pytest.approx(34.0, rel=0.02)
+
+
 def test_plain_and_speculating_steps_are_corrected_apart() -> None:
     costs = live()
     for _ in range(200):
-        costs.note_step(1, 0, 0, 10.0)
-        costs.note_step(4, 3, 0, 26.0)  # twice the table's
+        costs.note_step(StepSize(1), 10.0)
+        costs.note_step(StepSize(4, 3), 26.0)  # twice the table's
     curve = costs.curve(1, 0, 3, 0)
     assert curve[0] == pytest.approx(10.0, rel=0.02)
     assert curve[3] == pytest.approx(26.0, rel=0.02)
-    assert costs.step_ms(4, 3, 0) == pytest.approx(26.0, rel=0.02)
-    assert costs.step_ms(4, 0, 0) == pytest.approx(13.0, rel=0.02)
+    assert costs.step_ms(StepSize(4, 3)) == pytest.approx(26.0, rel=0.02)
+    assert costs.step_ms(StepSize(4)) == pytest.approx(13.0, rel=0.02)
     assert (np.diff(curve) >= 0).all()
 
 
@@ -47,6 +77,6 @@ def test_drafting_is_corrected_too() -> None:
     assert [costs.draft_ms(1, n) for n in (0, 2, 4)] == [1.0, 1.5, 2.0]
     for _ in range(200):
         costs.note_draft(1, 4, 3.0)
-        costs.note_step(1, 0, 0, 10.0)
+        costs.note_step(StepSize(1), 10.0)
     assert costs.draft_ms(1, 4) == pytest.approx(3.0, rel=0.02)
     assert costs.draft_ms(0, 4) == 0.0

@@ -48,6 +48,24 @@ def test_context_is_billed_per_token():
     assert table(context_ms_per_token=0.001).verify_cost_ms(4, context_tokens=3000) == pytest.approx(15.0)
 
 
+def test_prompts_add_what_their_rows_cost_in_the_layers():
+    cheap = table(prompt_rows=[1, 17, 33], prompt_ms=[8.0, 16.0, 32.0])
+    assert cheap.prompt_cost_ms(9) == pytest.approx(12.0)
+    assert cheap.prompt_cost_ms(np.array([1, 65])).tolist() == [8.0, 64.0]  # the last slope goes on
+    assert cheap.step_cost_ms(8, 0) == cheap.verify_cost_ms(8)
+    assert cheap.step_cost_ms(0, 17) == 16.0
+    assert cheap.step_cost_ms(1, 16) == pytest.approx(10.0 + 16.0 - 8.0)
+    assert cheap.prompt_row_ms(33) == pytest.approx((32.0 - 8.0) / 32)
+    assert StepTable.from_dict(cheap.to_dict()).digest == cheap.digest != table().digest
+
+
+def test_without_a_curve_prompts_cost_what_decoding_rows_do():
+    assert table().step_cost_ms(4, 20) == table().verify_cost_ms(24)
+    assert table().step_cost_ms(0, 20) == table().verify_cost_ms(20)
+    old = {k: v for k, v in table().to_dict().items() if not k.startswith("prompt")}
+    assert StepTable.from_dict(old).digest == table().digest
+
+
 def test_draft_cost():
     assert [table().draft_cost_ms(n) for n in (0, 1, 2, 8, 12)] == [0.0, 2.0, 3.0, 9.0, 13.0]
     assert table(requests=[], draft_ms=[]).draft_cost_ms(3) == 0.0
@@ -103,6 +121,8 @@ def test_summary_is_one_line_with_the_digest():
         {"staircase_rows": 7},
         {"requests": [1], "draft_ms": [float("nan")]},
         {"requests": [2, 1], "draft_ms": [1.0, 1.0]},
+        {"prompt_rows": [1, 8], "prompt_ms": [1.0]},
+        {"prompt_rows": [8, 1], "prompt_ms": [1.0, 2.0]},
         {"context_ms_per_token": -0.1},
         {"context_ms_per_token": float("nan")},
     ],
