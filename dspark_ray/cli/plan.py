@@ -119,7 +119,7 @@ def _print(scenario: "Scenario", answers: "list[Answer]") -> None:
     title = (
         f"{scenario.arrivals.rate_per_s:g} requests/s, TPOT ≤ {slo.tpot_ms:g} ms, TTFT ≤ {slo.ttft_ms:g} ms"
     )
-    columns = ("policy", "kind", "replicas", "requests each", "TPOT ms", "budget", "τ")
+    columns = ("policy", "kind", "replicas", "requests each", "TPOT ms", "budget", "τ", "req/s of one")
     checked = ("met SLO", "goodput tok/s", "cost/h", "cost/M tokens")
     table = Table(*columns, *checked, title=title, title_justify="left")
     for answer in answers:
@@ -131,6 +131,7 @@ def _print(scenario: "Scenario", answers: "list[Answer]") -> None:
             f"{answer.tpot_ms:.1f}",
             f"{answer.budget_tokens:.1f}",
             f"{answer.tau:.2f}",
+            _number(answer.requests_per_s_alone, ".2f"),
             _number(answer.slo_attainment, ".1%"),
             _number(answer.goodput_tokens_per_s, ".0f"),
             _number(answer.cost_per_hour, ".2f"),

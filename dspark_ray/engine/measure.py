@@ -65,6 +65,7 @@ def timed_run(
     on_step: OnStep | None = None,
     detokenizers: Sequence[IncrementalDetokenizer] | None = None,
     clock: Clock | None = None,
+    arrivals_ms: Sequence[float] | None = None,
 ) -> TimedRun:
     """`generate_all`, timed and counted."""
     clock = clock or SystemClock()
@@ -77,7 +78,13 @@ def timed_run(
 
     started_ms = clock.now_ms()
     completions = generate_all(
-        engine, requests, concurrency=concurrency, on_step=note, detokenizers=detokenizers, clock=clock
+        engine,
+        requests,
+        concurrency=concurrency,
+        on_step=note,
+        detokenizers=detokenizers,
+        clock=clock,
+        arrivals_ms=arrivals_ms,
     )
     wall_s = (clock.now_ms() - started_ms) / 1e3
     return TimedRun(completions, wall_s, subtract(engine.stats().counters, before), log.summary())

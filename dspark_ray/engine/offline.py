@@ -4,6 +4,7 @@ run = timed_run(engine, [Request(...), ...], concurrency=8)
 print(run.tokens_per_s, run.counters.tau, [c.token_ids for c in run.completions])
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,9 +40,14 @@ def generate_all(
     on_step: OnStep | None = None,
     detokenizers: Sequence[IncrementalDetokenizer] | None = None,
     clock: Clock | None = None,
+    arrivals_ms: Sequence[float] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> list[Completion]:
     """Runs all requests, `concurrency` of them in flight, and returns their answers in order.
 
+    `arrivals_ms`, ascending, from the start of the run: no request is submitted before its time, and one that
+    finds all places taken counts as submitted then all the same. `sleep` passes the time (in seconds) while
+    nobody is there.
     `on_step` is called after each step with its outputs. `detokenizers`, one a request, make text and end
     a request at a stop string. A request that can never run becomes a completion with an error. The engine
     must be idle, and is idle afterwards, an exception included.
@@ -49,7 +55,8 @@ def generate_all(
     assert concurrency >= 1, "at least one request is in flight"
     assert not engine.has_work(), "the engine is busy with other requests"
     assert detokenizers is None or len(detokenizers) == len(requests), "one detokeniser a request"
-    run = _Run(engine, requests, detokenizers, clock or SystemClock())
+    assert arrivals_ms is None or len(arrivals_ms) == len(requests), "one arrival a request"
+    run = _Run(engine, requests, detokenizers, clock or SystemClock(), arrivals_ms, sleep)
     try:
         while run.submit(concurrency):
             outputs = engine.step()
@@ -81,9 +88,12 @@ class _Run:
         requests: Sequence[Request],
         detokenizers: Sequence[IncrementalDetokenizer] | None,
         clock: Clock,
+        arrivals_ms: Sequence[float] | None,
+        sleep: Callable[[float], None],
     ) -> None:
         self._engine, self._requests, self._detokenizers = engine, requests, detokenizers
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
+        self._arrivals_ms, self._started_ms = arrivals_ms, clock.now_ms()
         self._next = 0
         self._flights: dict[str, _Flight] = {}
         self._done: dict[int, Completion] = {}
@@ -91,8 +101,11 @@ class _Run:
     def submit(self, concurrency: int) -> bool:
         """Fills the free places; False when everything has been answered."""
         while self._next < len(self._requests) and len(self._flights) < concurrency:
+            arrived_ms = self._arrived_ms()
+            if arrived_ms is None:
+                break
             request = self._requests[self._next]
-            flight = _Flight(self._next, self._clock.now_ms())
+            flight = _Flight(self._next, arrived_ms)
             try:
                 self._engine.add_request(request)
             except RequestError as error:
@@ -106,6 +119,18 @@ class _Run:
                 self._flights[request.request_id] = flight
             self._next += 1
         return bool(self._flights)
+
+    def _arrived_ms(self) -> float | None:
+        """When the next request came; None if it has not yet, and others are there to go on with."""
+        now_ms = self._clock.now_ms()
+        if self._arrivals_ms is None:
+            return now_ms
+        due_ms = self._started_ms + self._arrivals_ms[self._next]
+        if due_ms > now_ms:
+            if self._flights:
+                return None
+            self._sleep((due_ms - now_ms) / 1e3)
+        return due_ms
 
     def take(self, outputs: Sequence[RequestOutput]) -> None:
         """A step's tokens, and the ends among them."""

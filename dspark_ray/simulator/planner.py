@@ -3,10 +3,12 @@
 First on paper: a replica that always decodes R requests spends, for each request, its share of the decoding
 steps and the rows of its prompt,
 
-    s(R) = E[output] / τ(R) · step(R) / R  +  E[prompt] · (cost of a row),
+    s(R) = E[output − 1] / τ(R) · step(R) / R  +  E[prompt] · (cost of a prompt's row),
 
-so it sustains 1/s(R) requests a second, each at TPOT(R) = R · s(R) / E[output] (Little's law). The largest R
-that keeps the TPOT sizes the fleet. τ(R), step(R) and the budget come from running the policies on that load.
+so it sustains 1/s(R) requests a second, each at TPOT(R) = R · s(R) / E[output − 1] (Little's law; a prompt's
+step emits the first token). The largest R that keeps the TPOT sizes the fleet. τ(R), step(R) and the budget
+come from running the policies on that load. What one replica alone carries when requests come by chance is
+less, and told beside it (`capacity.py`).
 Then in traffic: the simulator runs the fleet, which grows until enough requests meet the SLO.
 """
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
+from dspark_ray.simulator.capacity import LoadPoint, ReplicaCapacity
 from dspark_ray.simulator.law import Machine, SteadyLoad, steady_load
 from dspark_ray.simulator.policy import SpeculationSettings
 from dspark_ray.simulator.run import Setting, prepare, simulate
@@ -68,6 +71,7 @@ class Answer:
     tpot_ms: float  # foreseen at that load, prefill included
     budget_tokens: float
     tau: float
+    requests_per_s_alone: float | None  # that one replica alone carries at the TPOT; None: not even a few
     slo_attainment: float | None  # simulated; None: not simulated
     goodput_tokens_per_s: float | None
     cost_per_hour: float
@@ -140,6 +144,16 @@ def plan(
     return answers, curves
 
 
+def capacity(scenario: Scenario, setting: Setting, found: Curve) -> ReplicaCapacity:
+    """What one replica of the curve's kind carries of the scenario's traffic, arriving by chance."""
+    machine, engine = setting.machines[found.kind], scenario.replicas[found.kind].engine
+    points = [
+        LoadPoint(point.requests, _service(setting, machine, point)[0], point.step_ms, point.budget_tokens)
+        for point in found.points
+    ]
+    return ReplicaCapacity(points, _mean(setting, "outputs") - 1, engine.max_running, engine.max_waiting)
+
+
 def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, check: bool) -> Answer:
     spec = scenario.replicas[found.kind]
     machine = setting.machines[found.kind]
@@ -160,6 +174,7 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
         count, figures = _grown(scenario, found, count, target)
         attainment, goodput = figures["slo_attainment"], figures["goodput_tokens_per_s"]
     cost = spec.price_per_hour * count
+    alone = capacity(scenario, setting, found).most(scenario.slo.tpot_ms)
     return Answer(
         policy=found.candidate.name,
         kind=found.kind,
@@ -168,6 +183,7 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
         tpot_ms=tpot_ms,
         budget_tokens=point.budget_tokens,
         tau=point.tau,
+        requests_per_s_alone=None if alone is None else alone.rate_per_s,
         slo_attainment=attainment,
         goodput_tokens_per_s=goodput,
         cost_per_hour=cost,
@@ -177,14 +193,14 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
 
 def _service(setting: Setting, machine: Machine, point: Point) -> tuple[float, float]:
     """(seconds of a replica that one request takes, its TPOT in ms) at the load of `point`."""
-    prompt, output = _mean(setting, "prompts"), _mean(setting, "outputs")
+    prompt, decoded = _mean(setting, "prompts"), max(_mean(setting, "outputs") - 1, 1.0)
     base, rows = (
         round(point.requests + point.budget_tokens),
         max(1, round(min(prompt, machine.max_step_rows))),
     )
     prompt_ms = prompt / rows * machine.table.added_prompt_ms(base, rows)
-    service_ms = output / point.tau * point.step_ms / point.requests + prompt_ms
-    return service_ms / 1e3, point.requests * service_ms / output
+    service_ms = decoded / point.tau * point.step_ms / point.requests + prompt_ms
+    return service_ms / 1e3, point.requests * service_ms / decoded
 
 
 def _grown(scenario: Scenario, found: Curve, count: int, target: float) -> tuple[int, dict[str, float]]:

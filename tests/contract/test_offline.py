@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.types import FinishReason, RequestOutput
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.measure import distinct_ngrams, subtract, timed_run, warm_up
@@ -53,6 +54,32 @@ def test_no_more_are_in_flight_than_asked(checkpoint: Path) -> None:
 
     generate_all(engine, requests(), concurrency=2, on_step=on_step)
     assert most == 2
+
+
+def test_requests_come_at_their_times(checkpoint: Path) -> None:
+    clock, engine = ManualClock(), tiny_engine(checkpoint)
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        clock.advance(1e3 * seconds)
+
+    times = [0.0, 3.0, 5.0, 500.0, 900.0]  # the first three meet, the others find an idle engine
+    done = generate_all(
+        engine,
+        requests(),
+        concurrency=2,
+        on_step=lambda outputs: clock.advance(1.0),
+        clock=clock,
+        arrivals_ms=times,
+        sleep=sleep,
+    )
+    assert [c.submitted_ms for c in done] == times  # who had to wait for a place counts from then on
+    assert [c.first_token_ms >= c.submitted_ms for c in done] == [True] * 5
+    assert done[2].first_token_ms > min(done[0].ended_ms, done[1].ended_ms)
+    assert len(naps) == 2
+    expected = run(tiny_engine(None, speculation={"mode": "off"}), requests())
+    assert [list(c.token_ids) for c in done] == list(expected.values())
 
 
 def test_a_full_queue_is_waited_for() -> None:
