@@ -13,7 +13,7 @@ from dspark_ray.core.errors import CheckpointError, QueueFullError, RequestError
 from dspark_ray.core.types import AdapterRef, Request
 from dspark_ray.engine.batch import Work
 from dspark_ray.models.targets.decoder import Decoder
-from dspark_ray.models.targets.lora import NO_ADAPTER, Adapter, AdapterPack, AdapterRows, load_adapter
+from dspark_ray.models.targets.lora import NO_ADAPTER, Adapter, AdapterPack, AdapterRows
 
 
 class Adapters:
@@ -26,6 +26,7 @@ class Adapters:
         self._held: OrderedDict[str, Adapter] = OrderedDict()  # by digest, least recently used first
         self._num_users: Counter[str] = Counter()  # by digest: requests that have not ended
         self._pack: AdapterPack | None = None
+        self._shared: set[str] = set()  # digests that the target's other ranks hold, too
 
     def load(self, ref: AdapterRef) -> None:
         """Reads it if it is not held. Raises `RequestError` for an adapter that cannot be served."""
@@ -33,10 +34,9 @@ class Adapters:
             if ref.digest in self._held:
                 return
         try:
-            target = self._target
-            adapter = load_adapter(ref, target.config, target.dtype, self._config.max_rank, target.device)
+            adapter = self._target.load_adapter(ref, self._config.max_rank)
         except CheckpointError as error:
-            raise RequestError(str(error), param="model", code="invalid_adapter") from error
+            raise _refused(error) from error
         with self._lock:
             self._held[ref.digest] = adapter
             self._evict(self._config.max_loaded)
@@ -62,6 +62,26 @@ class Adapters:
                 )
             self._num_users[ref.digest] += 1
             self._held.move_to_end(ref.digest)
+        try:
+            self._share(ref)
+        except RequestError:
+            self.release(ref)
+            raise
+
+    def make_ready(self, ref: AdapterRef) -> None:
+        """Loaded, by every rank, before anybody asks for it. Raises what `acquire` raises."""
+        self.acquire(ref)
+        self.release(ref)
+
+    def _share(self, ref: AdapterRef) -> None:
+        """With the target's other ranks, once for as long as it is held."""
+        if ref.digest in self._shared:
+            return
+        try:
+            self._target.share_adapter(ref, self._config.max_rank)
+        except CheckpointError as error:
+            raise _refused(error) from error
+        self._shared.add(ref.digest)
 
     def release(self, ref: AdapterRef | None) -> None:
         """The request has ended."""
@@ -99,10 +119,12 @@ class Adapters:
         """The last pack while it holds what is used and not much else: requests come and go every step."""
         with self._lock:
             adapters = [adapter for digest, adapter in self._held.items() if digest in used]
+            held = list(self._held)
         rank = sum(adapter.rank for adapter in adapters)
         pack = self._pack
         if pack is None or not used.issubset(pack.digests) or pack.total_rank > 2 * rank:
-            pack = self._pack = AdapterPack(adapters)
+            pack = self._pack = self._target.pack_adapters(adapters, held)
+            self._shared.intersection_update(held)
         return pack
 
     def _evict(self, limit: int) -> None:
@@ -110,3 +132,7 @@ class Adapters:
             if len(self._held) <= limit:
                 return
             del self._held[digest]
+
+
+def _refused(error: CheckpointError) -> RequestError:
+    return RequestError(str(error), param="model", code="invalid_adapter")

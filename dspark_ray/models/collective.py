@@ -98,6 +98,13 @@ class Group:
             raise RankError(f"ranks cannot reach each other: {error}") from error
 
 
+def highest_failed(group: Collective, failed: bool = False) -> int | None:
+    """Whether any rank, this one perhaps, could not do what all had to: the highest such, or None. Every rank
+    asks at the same time."""
+    highest = int(group.max(torch.tensor([group.rank if failed else -1]))[0])
+    return None if highest < 0 else highest
+
+
 def join_group(store: dist.Store, *, rank: int, count: int, host: str, timeout_s: float) -> Group:
     """Meets the other ranks at `store`, within `timeout_s`. `host` is this rank's address."""
     gloo: Any = dist.ProcessGroupGloo

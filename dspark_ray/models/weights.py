@@ -60,7 +60,7 @@ def open_safetensors(model_dir: Path) -> dict[str, StoredTensor]:
     `load_safetensors`."""
     tensors: dict[str, StoredTensor] = {}
     for path in safetensors_files(model_dir):
-        shard = _open_file(path)
+        shard = open_tensors(path)
         if twice := sorted(tensors.keys() & shard.keys()):
             raise CheckpointError(f"{path}: tensors stored in two shards: {_shorten(twice)}")
         tensors |= shard
@@ -196,7 +196,9 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def _open_file(path: Path) -> dict[str, StoredTensor]:
+def open_tensors(path: Path) -> dict[str, StoredTensor]:
+    """All tensors of one safetensors file by name, each read when it is asked for; `CheckpointError` if it
+    cannot be opened."""
     try:
         file = safe_open(path, framework="pt", device="cpu")
         return {name: StoredTensor(path, file, name) for name in file.keys()}  # noqa: SIM118  (no mapping)

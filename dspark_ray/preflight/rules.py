@@ -271,8 +271,6 @@ def ranks_divide_the_target(facts: Facts) -> Iterator[Problem]:
             )
     if config.model.device == "cuda":
         yield Problem("model.device", f"{count} ranks compute on CPUs", f"set it to cpu, or {key} to 1")
-    if config.lora.is_on:
-        yield Problem("lora", f"{count} ranks hold no adapters", f"serve without, or set {key} to 1")
     if config.engine.deterministic and count > 2:
         yield Problem(
             "engine.deterministic",

@@ -34,7 +34,7 @@ def native_engine(config: AppConfig, engine_id: str, leader: "LeaderEnd | None" 
     load = None if leader is None else partial(leader.load_for, config, model_dir)
     engine = build_profiled_engine(config, model_dir=model_dir, engine_id=engine_id, load=load)
     for adapter in config.lora.adapters[: config.lora.max_loaded]:
-        engine.adapters.load(adapter_ref(adapter.name, Path(adapter.path)))
+        engine.adapters.make_ready(adapter_ref(adapter.name, Path(adapter.path)))
     return LoadedEngine(
         engine,
         _canary_prompt(model_dir),

@@ -55,7 +55,7 @@ def ring_bytes(config: AppConfig) -> int:
     """Room for several of the longest messages that an engine of this configuration sends."""
     engine = config.engine
     tables = engine.max_running * (-(-config.model.max_model_len // engine.kv_block_size) + 2) * 4
-    rows = engine.max_step_rows * 4 * 8  # a token, a position, a slot and a row of logits each
+    rows = engine.max_step_rows * 5 * 8  # a token, a position, a slot, a row of logits and an adapter each
     return 4 * (tables + rows + 2 * HEAD_BYTES)
 
 

@@ -5,12 +5,15 @@ import torch
 from dspark_kernels.attention import PagedBatch
 
 from dspark_ray.core.errors import RankError
+from dspark_ray.core.types import AdapterRef
 from dspark_ray.models.parallel.channel import Progress, blame
 from dspark_ray.models.parallel.journal import Journal
 from dspark_ray.models.parallel.message import (
+    AdapterMessage,
     ForwardMessage,
     HeadMessage,
     NewKVMessage,
+    PackMessage,
     RankMessage,
     StopMessage,
     decode,
@@ -18,7 +21,12 @@ from dspark_ray.models.parallel.message import (
 )
 
 
-def forward(rows: int = 3, requests: int = 2, logit_rows: torch.Tensor | None = None) -> ForwardMessage:
+def forward(
+    rows: int = 3,
+    requests: int = 2,
+    logit_rows: torch.Tensor | None = None,
+    adapters: torch.Tensor | None = None,
+) -> ForwardMessage:
     generator = torch.Generator().manual_seed(rows)
 
     def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -32,7 +40,7 @@ def forward(rows: int = 3, requests: int = 2, logit_rows: torch.Tensor | None = 
         max_query=rows,
         max_kv=77,
     )
-    return ForwardMessage(1 << 40, numbers(rows), numbers(rows), numbers(rows), batch, logit_rows)
+    return ForwardMessage(1 << 40, numbers(rows), numbers(rows), numbers(rows), batch, logit_rows, adapters)
 
 
 def check_equal(found: RankMessage, sent: RankMessage) -> None:
@@ -47,19 +55,29 @@ def check_equal(found: RankMessage, sent: RankMessage) -> None:
             assert torch.equal(getattr(found.batch, name), getattr(sent.batch, name))
         for name in ("block_size", "max_query", "max_kv"):
             assert getattr(found.batch, name) == getattr(sent.batch, name)
-        assert (found.logit_rows is None) == (sent.logit_rows is None)
-        if sent.logit_rows is not None and found.logit_rows is not None:
-            assert torch.equal(found.logit_rows, sent.logit_rows)
+        for name in ("logit_rows", "adapters"):
+            one, other = getattr(found, name), getattr(sent, name)
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
     if isinstance(sent, HeadMessage):
         assert isinstance(found, HeadMessage)
         assert torch.equal(found.hidden, sent.hidden)
         assert found.hidden.dtype == sent.hidden.dtype
+    if isinstance(sent, AdapterMessage | PackMessage):
+        assert found == sent
 
 
 MESSAGES: dict[str, RankMessage] = {
     "a step": forward(rows=5, logit_rows=torch.tensor([0, 4])),
     "a step of prompts that emits nothing": forward(logit_rows=torch.tensor([], dtype=torch.int64)),
     "a step whose logits are not asked for": forward(rows=1, requests=1),
+    "a step with adapters": forward(adapters=torch.tensor([-1, 0, 1])),
+    "a step with adapters and logits": forward(
+        logit_rows=torch.tensor([2]), adapters=torch.tensor([0, 0, -1])
+    ),
+    "an adapter": AdapterMessage(5, AdapterRef("größe", "/home/x y/é", "0" * 64), 64),
+    "a pack": PackMessage(6, ("ab", "cd"), ("cd", "ef", "ab")),
+    "a pack of none": PackMessage(7, (), ()),
     "bf16 states": HeadMessage(3, torch.randn(3, 7).to(torch.bfloat16)),
     "fp32 states": HeadMessage(4, torch.randn(64, 32)),
     "storage": NewKVMessage(1, 123456789012),

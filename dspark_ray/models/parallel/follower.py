@@ -5,20 +5,23 @@ import threading
 
 import torch
 
-from dspark_ray.core.errors import RankError
-from dspark_ray.models.collective import Group
+from dspark_ray.core.errors import CheckpointError, RankError
+from dspark_ray.models.collective import Group, highest_failed
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.parallel.channel import BEAT_S, RankReceiver
 from dspark_ray.models.parallel.journal import Journal
 from dspark_ray.models.parallel.message import (
+    AdapterMessage,
     ForwardMessage,
     HeadMessage,
     NewKVMessage,
+    PackMessage,
     RankMessage,
     StopMessage,
     decode,
 )
 from dspark_ray.models.targets.decoder import Decoder
+from dspark_ray.models.targets.lora import Adapter, AdapterPack
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,9 @@ class Follower:
     def __init__(self, decoder: Decoder, group: Group, receiver: RankReceiver) -> None:
         self.journal = Journal()
         self._decoder, self._receiver = decoder, receiver
-        self._rank = group.rank
+        self._group, self._rank = group, group.rank
+        self._adapters: dict[str, Adapter] = {}  # by digest
+        self._pack: AdapterPack | None = None
         self._kv: KVStorage | None = None
         group.on_enter = receiver.note_sums
 
@@ -67,12 +72,17 @@ class Follower:
         match message:
             case ForwardMessage():
                 assert self._kv is not None, "storage comes first"
+                adapters = None
+                if message.adapters is not None:
+                    assert self._pack is not None, "a pack comes first"
+                    adapters = self._pack.rows(message.adapters, self._decoder.dtype)
                 self._decoder.forward(
                     message.token_ids,
                     message.positions,
                     self._kv,
                     message.slots,
                     message.batch,
+                    adapters=adapters,
                     logit_rows=message.logit_rows,
                 )
             case HeadMessage():
@@ -80,6 +90,24 @@ class Follower:
             case NewKVMessage():
                 self._kv = None  # before the new one is made
                 self._kv = self._decoder.new_kv(message.num_slots)
+            case AdapterMessage():
+                highest_failed(self._group, not self._hold(message))
+            case PackMessage():
+                self._adapters = {d: one for d, one in self._adapters.items() if d in message.held}
+                self._pack = self._decoder.pack_adapters(
+                    [self._adapters[digest] for digest in message.digests], message.held
+                )
+
+    def _hold(self, message: AdapterMessage) -> bool:
+        """Reads an adapter that is not held; False where it cannot be."""
+        ref = message.ref
+        if ref.digest not in self._adapters:
+            try:
+                self._adapters[ref.digest] = self._decoder.load_adapter(ref, message.max_rank)
+            except CheckpointError as error:
+                logger.error("rank %d cannot load the adapter %s: %s", self._rank, ref.name, error)
+                return False
+        return True
 
     def _beat(self, ended: threading.Event) -> None:
         self._receiver.beat()

@@ -2,29 +2,32 @@
 them. Who calls it decides everything, and does not know of them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from dspark_kernels.attention import PagedBatch
 from dspark_kernels.linear import PackedLinear
 from torch import Tensor
 
-from dspark_ray.core.errors import RankError
-from dspark_ray.models.collective import Group
+from dspark_ray.core.errors import CheckpointError, RankError
+from dspark_ray.core.types import AdapterRef
+from dspark_ray.models.collective import Group, highest_failed
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.parallel.channel import RankSender, blame
 from dspark_ray.models.parallel.journal import Journal
 from dspark_ray.models.parallel.message import (
+    AdapterMessage,
     ForwardMessage,
     HeadMessage,
     NewKVMessage,
+    PackMessage,
     RankMessage,
     StopMessage,
     encode,
 )
 from dspark_ray.models.targets.config import DecoderConfig
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput, Linear
-from dspark_ray.models.targets.lora import AdapterRows
+from dspark_ray.models.targets.lora import Adapter, AdapterPack, AdapterRows
 from dspark_ray.models.weights import WeightSource
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ class LeadingDecoder(Decoder):
     ) -> None:
         super().__init__(config, source, dtype, max_positions, linear, group)
         self.journal = Journal()
-        self._sender = sender
+        self._sender, self._group = sender, group
         self._number = self._num_sums = 0
         self._is_lost = False
         self._kv: KVStorage | None = None
@@ -72,13 +75,34 @@ class LeadingDecoder(Decoder):
         logit_rows: Tensor | None = None,
     ) -> DecoderOutput:
         """As `Decoder.forward`. The others keep no taps: drafters are rank 0's."""
-        assert adapters is None, "adapters are refused before anything starts"
         assert kv is self._kv, "the other ranks have the newest storage only"
-        self._tell(lambda number: ForwardMessage(number, token_ids, positions, slots, batch, logit_rows))
+        rows = None if adapters is None else adapters.adapters
+        self._tell(
+            lambda number: ForwardMessage(number, token_ids, positions, slots, batch, logit_rows, rows)
+        )
         try:
-            return super().forward(token_ids, positions, kv, slots, batch, taps, None, logit_rows)
+            return super().forward(token_ids, positions, kv, slots, batch, taps, adapters, logit_rows)
         except RankError as error:
             raise self._blamed(error) from error
+
+    def share_adapter(self, ref: AdapterRef, max_rank: int) -> None:
+        """The others read their parts of its files now, each on its own node; steps wait for them."""
+        self._tell(lambda number: AdapterMessage(number, ref, max_rank))
+        try:
+            failed = highest_failed(self._group)
+        except RankError as error:
+            raise self._blamed(error) from error
+        if failed is not None:
+            raise CheckpointError(
+                f"{ref.path}: rank {failed} cannot load this adapter, its log says why; every node needs the "
+                "same files"
+            )
+
+    def pack_adapters(self, adapters: Sequence[Adapter], held: Collection[str]) -> AdapterPack:
+        """As `Decoder.pack_adapters`, on every rank."""
+        digests = tuple(adapter.ref.digest for adapter in adapters)
+        self._tell(lambda number: PackMessage(number, digests, tuple(held)))
+        return super().pack_adapters(adapters, held)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """As `Decoder.logits`, of states that every rank is sent."""

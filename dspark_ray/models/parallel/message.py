@@ -5,7 +5,9 @@ rank, whichever way they travel.
 """
 
 import hashlib
+import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,11 +17,12 @@ from dspark_kernels.attention import PagedBatch
 from torch import Tensor
 
 from dspark_ray.core.errors import RankError
+from dspark_ray.core.types import AdapterRef
 
 _HEADER = struct.Struct("<BBxxxxxxq")  # kind, number of fields, number of the message
 _FIELD = struct.Struct("<BBxxxxxx2q")  # type, dimensions, sizes
 _ALIGNMENT = 8  # of a field's bytes
-_DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16)
+_DTYPES = (torch.int64, torch.int32, torch.float32, torch.bfloat16, torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,7 @@ class ForwardMessage:
     slots: Tensor  # [N] int64
     batch: PagedBatch
     logit_rows: Tensor | None  # [M] int64
+    adapters: Tensor | None = None  # [N] int64, each row's place in the pack; None: no row has an adapter
 
     def shape(self) -> tuple[int, ...]:
         """(N, R, blocks a request, M), for journals."""
@@ -65,6 +69,32 @@ class NewKVMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterMessage:
+    """Everyone reads its part of a LoRA adapter; all say how that went."""
+
+    kind: ClassVar[str] = "adapter"
+    number: int
+    ref: AdapterRef
+    max_rank: int
+
+    def shape(self) -> tuple[int, ...]:
+        return (self.max_rank,)
+
+
+@dataclass(frozen=True, slots=True)
+class PackMessage:
+    """The adapters of the passes that follow, in this order, and all that are still wanted."""
+
+    kind: ClassVar[str] = "pack"
+    number: int
+    digests: tuple[str, ...]
+    held: tuple[str, ...]
+
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.digests), len(self.held))
+
+
+@dataclass(frozen=True, slots=True)
 class StopMessage:
     """There are no further messages."""
 
@@ -75,8 +105,15 @@ class StopMessage:
         return ()
 
 
-RankMessage = ForwardMessage | HeadMessage | NewKVMessage | StopMessage
-_KINDS: tuple[type[RankMessage], ...] = (ForwardMessage, HeadMessage, NewKVMessage, StopMessage)
+RankMessage = ForwardMessage | HeadMessage | NewKVMessage | AdapterMessage | PackMessage | StopMessage
+_KINDS: tuple[type[RankMessage], ...] = (
+    ForwardMessage,
+    HeadMessage,
+    NewKVMessage,
+    AdapterMessage,
+    PackMessage,
+    StopMessage,
+)
 
 
 def encode(message: RankMessage) -> bytes:
@@ -127,8 +164,9 @@ def digest(payload: bytes | bytearray) -> str:
 def _fields(message: RankMessage) -> list[Tensor]:
     if isinstance(message, ForwardMessage):
         batch = message.batch
-        sizes = torch.tensor([batch.block_size, batch.max_query, batch.max_kv])
-        rows = [] if message.logit_rows is None else [message.logit_rows]
+        optional = [field for field in (message.logit_rows, message.adapters) if field is not None]
+        given = [message.logit_rows is not None, message.adapters is not None]
+        sizes = torch.tensor([batch.block_size, batch.max_query, batch.max_kv, *given])
         return [
             message.token_ids,
             message.positions,
@@ -137,19 +175,39 @@ def _fields(message: RankMessage) -> list[Tensor]:
             batch.kv_len,
             batch.block_tables,
             sizes,
-            *rows,
+            *optional,
         ]
     if isinstance(message, HeadMessage):
         return [message.hidden]
-    return [torch.tensor([message.num_slots])] if isinstance(message, NewKVMessage) else []
+    if isinstance(message, NewKVMessage):
+        return [torch.tensor([message.num_slots])]
+    if isinstance(message, AdapterMessage):
+        ref = message.ref
+        return [_text([ref.name, ref.path, ref.digest, str(message.max_rank)])]
+    return [_text(message.digests), _text(message.held)] if isinstance(message, PackMessage) else []
+
+
+def _text(words: Sequence[str]) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(list(words)).encode()), dtype=torch.uint8)
+
+
+def _words(text: Tensor) -> tuple[str, ...]:
+    return tuple(json.loads(text.numpy().tobytes()))
 
 
 def _message(kind: type[RankMessage], number: int, fields: list[Tensor]) -> RankMessage:
     if kind is ForwardMessage:
-        token_ids, positions, slots, query_start, kv_len, tables, sizes, *rows = fields
-        block_size, max_query, max_kv = sizes.tolist()
+        token_ids, positions, slots, query_start, kv_len, tables, sizes, *optional = fields
+        block_size, max_query, max_kv, has_rows, has_adapters = sizes.tolist()
         batch = PagedBatch(query_start, kv_len, tables, block_size, max_query, max_kv)
-        return ForwardMessage(number, token_ids, positions, slots, batch, rows[0] if rows else None)
+        logit_rows = optional.pop(0) if has_rows else None
+        adapters = optional.pop(0) if has_adapters else None
+        return ForwardMessage(number, token_ids, positions, slots, batch, logit_rows, adapters)
     if kind is HeadMessage:
         return HeadMessage(number, *fields)
-    return NewKVMessage(number, int(fields[0])) if kind is NewKVMessage else StopMessage(number)
+    if kind is NewKVMessage:
+        return NewKVMessage(number, int(fields[0]))
+    if kind is AdapterMessage:
+        name, path, digest, max_rank = _words(fields[0])
+        return AdapterMessage(number, AdapterRef(name, path, digest), int(max_rank))
+    return PackMessage(number, *map(_words, fields)) if kind is PackMessage else StopMessage(number)

@@ -7,6 +7,7 @@ With a `Collective`, a decoder is one rank's shard of the model: its heads, its 
 vocabulary (targets/shard.py). Hidden states are the same on every rank, logits are rank 0's.
 """
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,13 +23,14 @@ from dspark_kernels.stack import compiled_stack
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError
+from dspark_ray.core.types import AdapterRef
 from dspark_ray.models.collective import Collective
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.quantized import open_weights
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
-from dspark_ray.models.targets.lora import AdapterRows
-from dspark_ray.models.targets.shard import Shard, Span
+from dspark_ray.models.targets.lora import Adapter, AdapterPack, AdapterRows, load_adapter
+from dspark_ray.models.targets.shard import WHOLE, Shard, Span
 from dspark_ray.models.weights import CPU, Part, WeightSource
 
 __all__ = ["TARGETS", "Decoder", "DecoderConfig", "DecoderOutput", "load_target"]
@@ -67,15 +69,13 @@ class DecoderLayer:
         self.index = index
         self._collective = collective
         hidden, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
-        heads, kv_heads = shard.split(config.num_heads), shard.kv_heads(config)
-        q = Span(heads.start * size, heads.stop * size)
-        kv = Span(kv_heads.start * size, kv_heads.stop * size)
+        spans = shard.spans(config)
         columns = {
-            "q": (config.num_heads * size, q),
-            "k": (config.num_kv_heads * size, kv),
-            "v": (config.num_kv_heads * size, kv),
-            "gate": (inner, shard.split(inner)),
-            "up": (inner, shard.split(inner)),
+            "q": (config.num_heads * size, spans.q),
+            "k": (config.num_kv_heads * size, spans.kv),
+            "v": (config.num_kv_heads * size, spans.kv),
+            "gate": (inner, spans.inner),
+            "up": (inner, spans.inner),
         }
 
         def take(name: str, *shape: int, part: Part | None = None) -> Tensor:
@@ -109,10 +109,10 @@ class DecoderLayer:
         self.qkv = fuse("q k v", "self_attn", config.qkv_bias)
         self.q_norm = take("self_attn.q_norm.weight", size) if config.qk_norm else None
         self.k_norm = take("self_attn.k_norm.weight", size) if config.qk_norm else None
-        self.o = sum_up("self_attn.o_proj", config.num_heads * size, q, config.o_bias)
+        self.o = sum_up("self_attn.o_proj", config.num_heads * size, spans.q, config.o_bias)
         self.post_norm = take("post_attention_layernorm.weight", hidden)
         self.gate_up = fuse("gate up", "mlp", config.mlp_bias)
-        self.down = sum_up("mlp.down_proj", inner, shard.split(inner), config.mlp_bias)
+        self.down = sum_up("mlp.down_proj", inner, spans.inner, config.mlp_bias)
         self.scale = config.head_dim**-0.5
 
     def attend(
@@ -239,6 +239,18 @@ class Decoder:
             config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device
         )
 
+    def load_adapter(self, ref: AdapterRef, max_rank: int) -> Adapter:
+        """This rank's part of an adapter; for any thread. `CheckpointError` for one that cannot be served."""
+        shard = shard_of(self._collective)
+        return load_adapter(ref, self.config, self.dtype, max_rank, self.device, shard)
+
+    def share_adapter(self, ref: AdapterRef, max_rank: int) -> None:
+        """Comes before the first pack with it. `CheckpointError` where another rank cannot load it."""
+
+    def pack_adapters(self, adapters: Sequence[Adapter], held: Collection[str]) -> AdapterPack:
+        """Adapters for the next passes. `held`: digests of all that are still wanted."""
+        return AdapterPack(adapters)
+
     def forward(
         self,
         token_ids: Tensor,  # [N] int64
@@ -312,7 +324,7 @@ class Decoder:
 
 def shard_of(collective: Collective | None) -> Shard:
     """Which part of the model a decoder with this collective is."""
-    return Shard() if collective is None else Shard(collective.rank, collective.count)
+    return WHOLE if collective is None else Shard(collective.rank, collective.count)
 
 
 def load_target(

@@ -5,6 +5,10 @@ other, B is zero where a part's rank does not belong to its outputs. All adapter
 same way, so a batch takes two products a matrix, whatever the number of its adapters or requests; between
 them, a mask keeps the ranks of a row's own adapter. A masked rank is an exact zero in every sum, so a row's
 result does not depend on which adapters lie beside its own.
+
+A tensor-parallel rank holds the same part of an adapter as of the matrix under it: B's outputs where that is
+divided by columns (QKV, gate-up), A's inputs where it is divided by rows (o, down), whose sum over ranks
+then holds the adapter's product, too.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,7 +28,8 @@ from dspark_ray.models.targets.lora_checkpoint import (
     adapter_digest,
     read_settings,
 )
-from dspark_ray.models.weights import CPU, WeightSource, load_tensors
+from dspark_ray.models.targets.shard import WHOLE, Shard, Span
+from dspark_ray.models.weights import CPU, WeightSource, open_tensors
 
 _PREFIX = "base_model.model.model.layers"
 NO_ADAPTER = -1
@@ -62,18 +67,19 @@ def load_adapter(
     dtype: torch.dtype,
     max_rank: int,
     device: torch.device = CPU,
+    shard: Shard = WHOLE,
 ) -> Adapter:
-    """Reads an adapter for the target of `config`. Raises `CheckpointError` for one that does not fit, has
-    settings that are not carried out, or is no longer what `ref` says.
+    """Reads a rank's part of an adapter for the target of `config`. Raises `CheckpointError` for one that
+    does not fit, has settings that are not carried out, or is no longer what `ref` says.
     """
     path = Path(ref.path)
     settings = read_settings(path, max_rank)
     if adapter_digest(path) != ref.digest:
         raise CheckpointError(f"the adapter {path} has changed since it was made known; load it again")
-    tensors = load_tensors(path / WEIGHTS_FILE)
+    tensors = open_tensors(path / WEIGHTS_FILE)
     source = WeightSource(tensors, dtype=torch.float32)
     try:
-        matrices = _adapted(config, tensors.keys())
+        matrices = _adapted(config, shard, tensors.keys())
         layers = tuple(
             {
                 matrix: _fused(source, f"{_PREFIX}.{index}", parts, settings, dtype).to(device)
@@ -92,30 +98,35 @@ class _Part:
     """One of the matrices that a fused one is made of."""
 
     module: str
-    num_inputs: int
-    first_output: int
+    num_inputs: int  # as stored, of all ranks
     num_outputs: int
-    total_outputs: int  # of the fused matrix
+    inputs: Span  # this rank's
+    outputs: Span
+    first_output: int  # in this rank's fused matrix
+    total_outputs: int  # of this rank's fused matrix
 
 
-def _adapted(config: DecoderConfig, names: Collection[str]) -> dict[str, list[_Part]]:
+def _adapted(config: DecoderConfig, shard: Shard, names: Collection[str]) -> dict[str, list[_Part]]:
     """The fused matrices of which some layer has a tensor, each with the parts that are adapted."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    spans, hidden = shard.spans(config), config.hidden_size
     heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    fused = {
-        "qkv": (hidden, {"self_attn.q_proj": heads, "self_attn.k_proj": kv, "self_attn.v_proj": kv}),
-        "o": (heads, {"self_attn.o_proj": hidden}),
-        "gate_up": (hidden, {"mlp.gate_proj": inner, "mlp.up_proj": inner}),
-        "down": (inner, {"mlp.down_proj": hidden}),
+    inner = config.intermediate_size
+    all_hidden = (hidden, Span(0, hidden))
+    q, k_or_v, up = (heads, spans.q), (kv, spans.kv), (inner, spans.inner)
+    fused = {  # inputs, then the outputs of each part: all of them, and this rank's
+        "qkv": (all_hidden, {"self_attn.q_proj": q, "self_attn.k_proj": k_or_v, "self_attn.v_proj": k_or_v}),
+        "o": (q, {"self_attn.o_proj": all_hidden}),
+        "gate_up": (all_hidden, {"mlp.gate_proj": up, "mlp.up_proj": up}),
+        "down": (up, {"mlp.down_proj": all_hidden}),
     }
     matrices: dict[str, list[_Part]] = {}
-    for matrix, (num_inputs, modules) in fused.items():
-        first = 0
-        for module, outputs in modules.items():
+    for matrix, ((num_inputs, inputs), modules) in fused.items():
+        first, total = 0, sum(outputs.size for _, outputs in modules.values())
+        for module, (num_outputs, outputs) in modules.items():
             if any(f".{module}.lora_A." in name for name in names):
-                part = _Part(module, num_inputs, first, outputs, sum(modules.values()))
+                part = _Part(module, num_inputs, num_outputs, inputs, outputs, first, total)
                 matrices.setdefault(matrix, []).append(part)
-            first += outputs
+            first += outputs.size
     return matrices
 
 
@@ -125,19 +136,18 @@ def _fused(
     """The parts of one layer's matrix as one product; those that this layer does not adapt are zeros."""
     rank = settings.rank
     width = rank + rank % 2  # the compiled product takes inputs in pairs
-    a = torch.zeros(len(parts) * width, parts[0].num_inputs)
+    a = torch.zeros(len(parts) * width, parts[0].inputs.size)
     b = torch.zeros(parts[0].total_outputs, len(parts) * width)
     for number, part in enumerate(parts):
         name = f"{layer}.{part.module}"
-        down = source.take_optional(f"{name}.lora_A.weight", (rank, part.num_inputs))
+        down = source.take_optional(f"{name}.lora_A.weight", (rank, part.num_inputs), part.inputs.along(1))
         if down is None:
             continue
-        up = source.take(f"{name}.lora_B.weight", (part.num_outputs, rank))
+        up = source.take(f"{name}.lora_B.weight", (part.num_outputs, rank), part.outputs.along(0))
         first = number * width
         a[first : first + rank] = down
-        b[part.first_output : part.first_output + part.num_outputs, first : first + rank] = (
-            up * settings.scaling
-        )
+        outputs = slice(part.first_output, part.first_output + part.outputs.size)
+        b[outputs, first : first + rank] = up * settings.scaling
     return LowRank(a.to(dtype), b.to(dtype))
 
 
@@ -180,7 +190,7 @@ class AdapterPack:
         masks = {
             matrix: (owners == adapters.unsqueeze(1)).to(dtype) for matrix, owners in self._owners.items()
         }
-        return AdapterRows(self._layers, masks)
+        return AdapterRows(self._layers, masks, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +199,7 @@ class AdapterRows:
 
     layers: Sequence[dict[str, _Packed]]
     masks: dict[str, Tensor]  # by matrix [N, ΣK]: 1 where a rank is of the row's own adapter, else 0
+    adapters: Tensor  # [N] int64, each row's place in the pack's `digests`, or `NO_ADAPTER`
 
     def add(self, layer: int, matrix: str, x: Tensor, out: Tensor) -> Tensor:
         """`out` [N, out] of the model's own matrix, and what the rows' adapters make of `x` [N, in]."""

@@ -27,6 +27,15 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardSpans:
+    """A rank's part of each dimension along which matrices are divided."""
+
+    q: Span  # columns of Q, and rows of o
+    kv: Span  # columns of K, and of V
+    inner: Span  # columns of gate, and of up; rows of down
+
+
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Rank `rank` of `count`; the only one of 1 holds everything."""
 
@@ -45,6 +54,15 @@ class Shard:
             return self.split(config.num_kv_heads)
         head = self.rank * config.num_kv_heads // self.count
         return Span(head, head + 1)
+
+    def spans(self, config: DecoderConfig) -> ShardSpans:
+        """Of the decoder of `config`."""
+        size, heads, kv_heads = config.head_dim, self.split(config.num_heads), self.kv_heads(config)
+        return ShardSpans(
+            q=Span(heads.start * size, heads.stop * size),
+            kv=Span(kv_heads.start * size, kv_heads.stop * size),
+            inner=self.split(config.intermediate_size),
+        )
 
     def vocabulary(self, size: int) -> Span:
         """Its tokens. The last ranks have fewer where the vocabulary does not divide, down to none."""
@@ -65,6 +83,10 @@ class Shard:
             num_kv_heads=self.kv_heads(config).size,
             intermediate_size=config.intermediate_size // self.count,
         )
+
+
+WHOLE = Shard()
+"""A decoder that nobody shares."""
 
 
 def check_ranks(count: int, config: DecoderConfig) -> None:

@@ -229,12 +229,6 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "model.device: 2 ranks compute on CPUs",
         "set it to cpu, or engine.tensor_parallel_size to 1",
     ),
-    "ranks and adapters": (
-        OURS,
-        {RANKS: 2, "lora": {"load_from": "adapters"}},
-        "2 ranks hold no adapters",
-        "serve without, or set engine.tensor_parallel_size to 1",
-    ),
     "more than two ranks and one text": (
         OURS,
         {RANKS: 4, "engine.deterministic": True},
