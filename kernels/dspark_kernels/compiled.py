@@ -32,13 +32,40 @@ class StackFields(ctypes.Structure):
         ("layers", _POINTER), ("num_layers", _LONG), ("first_norm", _POINTER),
         ("residual", _POINTER), ("normed", _POINTER),
         ("taps", _POINTER), ("tap_at", _POINTER), ("taps_width", _LONG),
-        ("cos", _POINTER), ("sin", _POINTER),
+        ("cos", _POINTER), ("sin", _POINTER), ("positions", _POINTER),
         ("k_cache", _POINTER), ("v_cache", _POINTER), ("cache_layer_stride", _LONG),
         ("slots", _POINTER),
         ("query_start", _POINTER), ("kv_len", _POINTER), ("block_tables", _POINTER),
         ("table_stride", _LONG), ("block_size", _LONG), ("requests", _LONG),
         ("rows", _LONG), ("hidden", _LONG), ("heads", _LONG), ("kv_heads", _LONG), ("dim", _LONG),
         ("scale", _FLOAT), ("eps", _FLOAT),
+    ]  # fmt: skip
+
+
+class DraftNetworkFields(ctypes.Structure):
+    """`draft::Network` of csrc/draft.h."""
+
+    _fields_ = [
+        ("fc", MatrixFields), ("context_kv", MatrixFields), ("head", MatrixFields),
+        ("context_norm", _POINTER), ("embedding", _POINTER),
+        ("w1", _POINTER), ("w2", _POINTER), ("vocab_map", _POINTER),
+        ("confidence_hidden", _POINTER), ("confidence_markov", _POINTER), ("confidence_bias", _FLOAT),
+        ("rank", _LONG), ("mask_token", _LONG),
+    ]  # fmt: skip
+
+
+class DraftFields(ctypes.Structure):
+    """`draft::Args` of csrc/draft.h."""
+
+    _fields_ = [
+        ("network", _POINTER),
+        ("taps", _POINTER), ("context_positions", _POINTER), ("context_slots", _POINTER),
+        ("context_rows", _LONG),
+        ("stack", StackFields),
+        ("block", _LONG), ("wanted", _LONG),
+        ("anchors", _POINTER), ("anchor_positions", _POINTER),
+        ("hidden", _POINTER), ("base", _POINTER),
+        ("ids", _POINTER), ("previous", _POINTER), ("confidence", _POINTER),
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_kernels import huge_pages, torch_ops
-from dspark_kernels.compiled import MatrixFields, PackedMatrix, StackFields
+from dspark_kernels.compiled import DraftFields, MatrixFields, PackedMatrix, StackFields
 
 if TYPE_CHECKING:
     from dspark_kernels.attention import PagedBatch
@@ -53,6 +53,7 @@ class CpuOps:
             library, "dspark_linear", ctypes.POINTER(MatrixFields), _POINTER, _POINTER, _LONG, _INT
         )
         self._stack = _bind(library, "dspark_stack", ctypes.POINTER(StackFields), _INT)
+        self._draft = _bind(library, "dspark_draft", ctypes.POINTER(DraftFields), _INT)
 
     # A batch of these is small on a CPU: torch is fast enough.
     filtered_probs = staticmethod(torch_ops.filtered_probs)
@@ -301,6 +302,10 @@ class CpuOps:
     def run_stack(self, fields: StackFields) -> None:
         """stack.py says what it does."""
         self._stack(fields, torch.get_num_threads())
+
+    def run_draft(self, fields: DraftFields) -> None:
+        """draft.py says what it does."""
+        self._draft(fields, torch.get_num_threads())
 
     def paged_attention(
         self,

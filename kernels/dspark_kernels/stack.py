@@ -55,7 +55,7 @@ class LayerStack:
         head_dim: int,
         eps: float,
     ) -> None:
-        self._ops = ops
+        self.ops = ops
         self._num_heads, self._num_kv_heads, self._head_dim, self._eps = (
             num_heads,
             num_kv_heads,
@@ -94,43 +94,42 @@ class LayerStack:
         rows = len(residual)
         kept = residual.new_empty((rows, len(taps) * self._hidden))
         cos, sin = (table.contiguous() for table in cos_sin)
-        assert residual.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16
+        assert residual.dtype == torch.bfloat16
+        assert slots is None or slots.dtype == torch.int64
+        fields = self.fields(cos, sin, k_cache, v_cache)
+        fields.residual, fields.normed, fields.rows = residual.data_ptr(), normed.data_ptr(), rows
+        fields.taps, fields.taps_width = kept.data_ptr(), kept.shape[1]
+        fields.tap_at = self._tap_columns(taps).data_ptr()
+        fields.slots = address(slots)
+        fields.query_start, fields.kv_len = batch.query_start.data_ptr(), batch.kv_len.data_ptr()
+        fields.block_tables, fields.table_stride = batch.block_tables.data_ptr(), batch.block_tables.stride(0)
+        fields.block_size, fields.requests = batch.block_size, len(batch.kv_len)
+        self.ops.run_stack(fields)
+        return normed, kept
+
+    def fields(self, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> StackFields:
+        """What the compiled library is given, without the batch. All tensors must outlive it."""
+        assert k_cache.dtype == v_cache.dtype == torch.bfloat16
         assert k_cache.is_contiguous()
         assert v_cache.is_contiguous()
         assert cos.dtype == sin.dtype == torch.float32
-        assert slots is None or slots.dtype == torch.int64
-        self._ops.run_stack(
-            StackFields(
-                ctypes.addressof(self._fields),
-                len(self._fields),
-                self._first_norm.data_ptr(),
-                residual.data_ptr(),
-                normed.data_ptr(),
-                kept.data_ptr(),
-                self._tap_columns(taps).data_ptr(),
-                kept.shape[1],
-                cos.data_ptr(),
-                sin.data_ptr(),
-                k_cache.data_ptr(),
-                v_cache.data_ptr(),
-                k_cache.stride(0),
-                address(slots),
-                batch.query_start.data_ptr(),
-                batch.kv_len.data_ptr(),
-                batch.block_tables.data_ptr(),
-                batch.block_tables.stride(0),
-                batch.block_size,
-                len(batch.kv_len),
-                rows,
-                self._hidden,
-                self._num_heads,
-                self._num_kv_heads,
-                self._head_dim,
-                self._head_dim**-0.5,
-                self._eps,
-            )
+        return StackFields(
+            layers=ctypes.addressof(self._fields),
+            num_layers=len(self._fields),
+            first_norm=self._first_norm.data_ptr(),
+            tap_at=self._tap_columns(()).data_ptr(),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            k_cache=k_cache.data_ptr(),
+            v_cache=v_cache.data_ptr(),
+            cache_layer_stride=k_cache.stride(0),
+            hidden=self._hidden,
+            heads=self._num_heads,
+            kv_heads=self._num_kv_heads,
+            dim=self._head_dim,
+            scale=self._head_dim**-0.5,
+            eps=self._eps,
         )
-        return normed, kept
 
     def _tap_columns(self, taps: tuple[int, ...]) -> Tensor:
         """[L] where each layer's output starts in a row of taps; -1: not kept."""

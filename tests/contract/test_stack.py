@@ -1,14 +1,16 @@
-"""Layers in one compiled call give the bits of the same layers called op by op."""
+"""Layers, and a drafter's whole pass, in one compiled call: the bits of the same ops called one by one."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from dspark_kernels.attention import PagedBatch
 
 from dspark_ray.core.types import SamplingParams
-from dspark_ray.models.drafters.base import ContextRows, DrafterContext, DraftRequest
-from dspark_ray.models.drafters.dspark import DSparkDrafter
+from dspark_ray.models.drafters.base import ContextRows, DraftBlock, DrafterContext, DraftRequest
+from dspark_ray.models.drafters.dspark import PENDING_ROWS, DSparkDrafter
 from dspark_ray.models.targets.decoder import LINEARS, Decoder
 from tests import tiny_engine as tiny
 from tests.tiny_engine import tiny_decoder, tiny_drafter_dir
@@ -67,13 +69,12 @@ def test_a_target_pass(quantization: str, threads: int) -> None:
     assert not torch.equal(runs[0][2], kv.k)  # the rows' keys were written
 
 
-def test_a_drafters_block(tmp_path: Path) -> None:
-    target = decoder("none")
-    checkpoint = tiny_drafter_dir(tmp_path / "drafter", VOCAB, draft_vocab=None)
-    drafter = DSparkDrafter(
+def drafter_of(folder: Path, draft_vocab: range | None) -> DSparkDrafter:
+    checkpoint = tiny_drafter_dir(folder / "drafter", VOCAB, draft_vocab=draft_vocab)
+    return DSparkDrafter(
         DrafterContext(
             path=str(checkpoint),
-            target=target,
+            target=decoder("none"),
             num_draft_tokens=3,
             num_slots=64 * BLOCK,
             kv_block_size=BLOCK,
@@ -83,16 +84,55 @@ def test_a_drafters_block(tmp_path: Path) -> None:
             ngram_max=4,
         )
     )
+
+
+def drafts(drafter: DSparkDrafter, lengths: Sequence[int], temperature: float, rows: int) -> list[DraftBlock]:
+    """In one call and op by op, after `rows` rows of context; what they store is compared here."""
     torch.manual_seed(1)
-    taps = torch.randn(40, len(drafter.taps) * tiny.HIDDEN, dtype=torch.bfloat16)
-    drafter.commit(ContextRows(taps, torch.arange(40), torch.arange(40), torch.zeros(40, dtype=torch.int64)))
+    at = torch.arange(rows)
+    taps = torch.randn(rows, len(drafter.taps) * tiny.HIDDEN, dtype=torch.bfloat16)
+    sampling, uniforms = SamplingParams(temperature=temperature), np.array([0.1, 0.9, 0.4])
     requests = [
-        DraftRequest([5] * length, list(range(11)), SamplingParams(temperature=0.0), torch.zeros(3).numpy())
-        for length in (1, 17, 40)
+        DraftRequest([5] * (length - 1) + [length % VOCAB], list(range(32)), sampling, uniforms)
+        for length in lengths
     ]
-    backbone = drafter.backbone
-    assert backbone._stack is not None
-    fast = backbone.forward(requests, 3)
-    backbone._stack = None
-    assert torch.equal(fast, backbone.forward(requests, 3))
-    assert fast.abs().sum() > 0
+    backbone, blocks, stored = drafter.backbone, [], []
+    assert backbone.compiled is not None
+    for version in (backbone.compiled, None):
+        backbone.compiled = version
+        backbone.kv.k.zero_(), backbone.kv.v.zero_()
+        drafter.commit(ContextRows(taps, at, at, at))
+        blocks.append(drafter.propose(requests))
+        stored.append((backbone.kv.k.clone(), backbone.kv.v.clone()))
+    assert all(torch.equal(a, b) for a, b in zip(*stored, strict=True))
+    assert stored[0][0].abs().sum() > 0
+    return blocks
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [(40,), (1, 17, 40)])
+@pytest.mark.parametrize("draft_vocab", [None, range(1, VOCAB, 2)])
+def test_a_drafters_pass(
+    tmp_path: Path, threads: int, lengths: tuple[int, ...], draft_vocab: range | None
+) -> None:
+    was = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        fast, slow = drafts(drafter_of(tmp_path, draft_vocab), lengths, 0.0, 40)
+    finally:
+        torch.set_num_threads(was)
+    assert fast.token_ids == slow.token_ids
+    assert fast.confidence_logits == pytest.approx(slow.confidence_logits, abs=1e-5)
+    assert fast.confidences == pytest.approx(slow.confidences, abs=1e-5)
+    assert len({tuple(row) for row in fast.token_ids}) == len(lengths)
+
+
+def test_a_drafters_pass_for_sampled_requests(tmp_path: Path) -> None:
+    """More rows of context than wait for a draft."""
+    fast, slow = drafts(drafter_of(tmp_path, range(1, VOCAB, 2)), (1, 17, 90), 1.0, PENDING_ROWS + 26)
+    assert fast.token_ids == slow.token_ids
+    assert np.array_equal(fast.confidences, slow.confidences)
+    for a, b in zip(fast.draft_probs, slow.draft_probs, strict=True):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from dspark_kernels.attention import PagedBatch, block_attention
 from dspark_kernels.choose import argmax, markov_chain
+from dspark_kernels.draft import BlockDraft, Drafted, DraftNetwork, compiled_draft
 from dspark_kernels.linear import PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import k_rope_store, qkv_rope
@@ -81,14 +82,6 @@ class Backbone:
         self.fc = PackedLinear(weights["fc.weight"], None)
         self.context_norm = weights["hidden_norm.weight"]
         self.norm = weights["norm.weight"]
-        self._stack = compiled_stack(
-            self.layers,
-            self.norm,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-        )
         self.context_kv = context_kv_weight(weights, len(self.layers))
         self.kv_width = 2 * config.num_key_value_heads * config.head_dim
         self.kv = KVStorage(
@@ -101,7 +94,37 @@ class Backbone:
         )
         self.rope = drafter_rope(config, context)
         self.scale = config.head_dim**-0.5
+        self.compiled: BlockDraft | None = None  # the whole pass in one call, see `compile`
         self._pending: list[ContextRows] = []
+
+    def compile(self, heads: "SequentialHeads") -> None:
+        """Joins backbone and heads in one call where the compiled library carries them."""
+        config, confidence = self.config, heads.confidence
+        stack = compiled_stack(
+            self.layers,
+            self.norm,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=config.rms_norm_eps,
+        )
+        if stack is None:
+            return
+        network = DraftNetwork(
+            fc=self.fc,
+            context_norm=self.context_norm,
+            context_kv=self.context_kv,
+            embedding=self.target.embedding,
+            head=heads.head,
+            w1=heads.w1,
+            w2=heads.w2,
+            vocab_map=heads.vocab_map,
+            confidence_hidden=None if confidence is None else confidence.hidden,
+            confidence_markov=None if confidence is None else confidence.markov,
+            confidence_bias=0.0 if confidence is None else float(confidence.bias),
+            mask_token_id=config.mask_token_id,
+        )
+        self.compiled = compiled_draft(stack, network, (self.rope.cos, self.rope.sin), (self.kv.k, self.kv.v))
 
     def add_context(self, rows: ContextRows) -> None:
         """Notes rows that drafts will look at, and stores what has come together of them."""
@@ -111,10 +134,18 @@ class Backbone:
 
     def store_pending(self) -> None:
         """Must come before a draft."""
-        if not self._pending:
+        if (rows := self._take_pending()) is None:
             return
+        if self.compiled is not None:
+            self.compiled.store(rows.taps, rows.positions, rows.slots)
+        else:
+            self._store(rows)
+
+    def _take_pending(self) -> ContextRows | None:
+        if not self._pending:
+            return None
         rows, self._pending = _joined(self._pending), []
-        self._store(rows)
+        return rows
 
     def _store(self, rows: ContextRows) -> None:
         """K and V of H_ctx = RMSNorm(W_c taps) for every layer, written to the rows' slots."""
@@ -134,6 +165,25 @@ class Backbone:
                 rows.slots,
             )
 
+    def draft(
+        self, compiled: BlockDraft, requests: Sequence[DraftRequest], num_tokens: int, *, greedy: bool
+    ) -> Drafted:
+        """What `forward` and the heads do, in one call; of greedy requests the chain and confidences, too."""
+        ends = [len(r.token_ids) - 1 for r in requests]
+        rows = self._take_pending()
+        tables, lengths = self.pages.tables(requests, ends)
+        return compiled(
+            None if rows is None else (rows.taps, rows.positions, rows.slots),
+            np.array([r.token_ids[-1] for r in requests], dtype=np.int64),
+            np.array(ends, dtype=np.int64),
+            tables,
+            lengths,
+            self.pages.block_size,
+            block=self.config.num_slots(num_tokens),
+            wanted=num_tokens,
+            greedy=greedy,
+        )
+
     def forward(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor:
         """Hidden states [R, num_tokens, H] of the slots that predict, in blocks [anchor, mask, mask, …]."""
         config = self.config
@@ -142,18 +192,15 @@ class Backbone:
         ids[:, 0] = torch.tensor([r.token_ids[-1] for r in requests])
         anchors = [len(r.token_ids) - 1 for r in requests]
         positions = torch.tensor(anchors).unsqueeze(1) + torch.arange(size)
-        cos, sin = self.rope.at(positions.view(-1).to(self.target.device))
+        cos_sin = self.rope.at(positions.view(-1).to(self.target.device))
         self.store_pending()
         batch = self.pages.batch(requests, anchors, size)  # the keys before the anchor
         embedded = self.target.embedding[ids.view(-1).to(self.target.device)]
-        if self._stack is not None:
-            hidden, _ = self._stack(embedded, (cos, sin), self.kv.k, self.kv.v, batch, slots=None)
-        else:
-            hidden = self._layer_by_layer(embedded, (cos, sin), batch)
+        hidden = self._all_layers(embedded, cos_sin, batch)
         return hidden.view(len(requests), size, -1)[:, size - num_tokens :]
 
-    def _layer_by_layer(self, embedded: Tensor, cos_sin: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
-        """What `LayerStack` does in one call: the final norm's output [N, H]."""
+    def _all_layers(self, embedded: Tensor, cos_sin: tuple[Tensor, Tensor], batch: PagedBatch) -> Tensor:
+        """The final norm's output [N, H]."""
         config, eps, residual = self.config, self.config.rms_norm_eps, embedded
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
@@ -224,6 +271,7 @@ class DSparkDrafter:
         self.taps = config.target_layer_ids
         self.backbone = Backbone(config, weights, context)
         self.heads = SequentialHeads(config, weights, target)
+        self.backbone.compile(self.heads)
         self.vocab_map = self.heads.vocab_map
         self.context_digests: tuple[str, ...] = (self.backbone.pages.digest,)
         self._path = Path(str(context.path))
@@ -246,12 +294,7 @@ class DSparkDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
         # A shorter block than the trained one drafts its first tokens as well as the whole block does
         # (LOG.md), and costs less: masks carry no information.
-        num_tokens = len(requests[0].uniforms)
-        hidden = self.backbone.forward(requests, num_tokens)  # [R, n, H]
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, n, Vd]
-        chain = self._chain(base, hidden, requests)
-        confidence_logits = self.heads.confidence_logits(hidden, chain.previous)
+        chain, confidence_logits = self._chain(requests, len(requests[0].uniforms))
         rules = [r.sampling.rule for r in requests]
         notes = None
         if self._online is not None and chain.features is not None:
@@ -291,11 +334,30 @@ class DSparkDrafter:
             f"draft vocabulary {describe_vocabulary(c)}, confidences {source}"
         )
 
-    def _chain(self, base: Tensor, hidden: Tensor, requests: Sequence[DraftRequest]) -> "_Chain":
-        """The sequential head over base logits [R, n, Vd]; plain greedy requests in one compiled op."""
-        anchors = torch.tensor([r.token_ids[-1] for r in requests]).to(base.device)
+    def _chain(self, requests: Sequence[DraftRequest], num_tokens: int) -> "tuple[_Chain, FloatArray | None]":
+        """The pass and the sequential head over it; the confidence head's logits [R, n]."""
         plain = self.heads.has_compiled_chain and self._online is None
         fast = [i for i, r in enumerate(requests) if plain and r.sampling.greedy and r.adjuster is None]
+        compiled = self.backbone.compiled
+        if compiled is not None:
+            greedy = len(fast) == len(requests)
+            drafted = self.backbone.draft(compiled, requests, num_tokens, greedy=greedy)
+            if greedy:
+                chain = _one_hot(drafted.token_ids, drafted.previous)
+                return chain, drafted.confidence_logits.numpy() if self.heads.confidence else None
+            hidden, base = drafted.hidden, drafted.base
+        else:
+            hidden = self.backbone.forward(requests, num_tokens)  # [R, n, H]
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, n, Vd]
+        chain = self._chosen(base, hidden, requests, fast)
+        return chain, self.heads.confidence_logits(hidden, chain.previous)
+
+    def _chosen(
+        self, base: Tensor, hidden: Tensor, requests: Sequence[DraftRequest], fast: list[int]
+    ) -> "_Chain":
+        """The sequential head over base logits [R, n, Vd]; that of the greedy requests `fast` in one op."""
+        anchors = torch.tensor([r.token_ids[-1] for r in requests]).to(base.device)
         if len(fast) == len(requests):
             return self._greedy_chain(base, anchors)
         slow = sorted(set(range(len(requests))) - set(fast))
@@ -318,15 +380,12 @@ class DSparkDrafter:
 
     def _greedy_chain(self, base: Tensor, anchors: Tensor) -> "_Chain":
         heads = self.heads
-        nothing: list[Tensor | None] = [None] * len(base)
-        open_slots = torch.ones(base.shape[:2], dtype=torch.bool)
         if heads.w1 is not None and heads.w2 is not None:
-            tokens, previous = markov_chain(base, heads.w1, heads.w2, anchors, heads.vocab_map)
-            return _Chain(tokens, previous, open_slots, nothing)
+            return _one_hot(*markov_chain(base, heads.w1, heads.w2, anchors, heads.vocab_map))
         chosen = argmax(base.reshape(-1, base.shape[-1])).view(base.shape[:2])
         tokens = chosen if heads.vocab_map is None else heads.vocab_map[chosen]
         previous = torch.cat([anchors[:, None], tokens[:, :-1]], dim=1)
-        return _Chain(tokens, previous, open_slots, nothing)
+        return _one_hot(tokens, previous)
 
     def _stepwise_chain(
         self, base: Tensor, hidden: Tensor, anchors: Tensor, requests: Sequence[DraftRequest]
@@ -368,6 +427,11 @@ class _Chain:
     open_slots: Tensor  # [R, n] whether any token that can be drafted is allowed there (chain.py)
     draft_probs: Sequence[Tensor | None]  # R × [n, Vd]; None: one-hot
     features: FloatArray | None = None  # [R, n, 2] of the draft distributions, where they are learnt from
+
+
+def _one_hot(token_ids: Tensor, previous: Tensor) -> _Chain:
+    """Of likeliest tokens."""
+    return _Chain(token_ids, previous, torch.ones(token_ids.shape, dtype=torch.bool), [None] * len(token_ids))
 
 
 @DRAFTERS.register("dspark")

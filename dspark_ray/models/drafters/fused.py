@@ -8,6 +8,7 @@ import torch
 from dspark_kernels.activation import silu_mul
 from dspark_kernels.attention import PagedBatch
 from dspark_kernels.linear import PackedLinear
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
@@ -64,7 +65,7 @@ class ContextPages:
     """Where the context of a drafter's blocks lies: each request's own KV blocks, or the end of them."""
 
     def __init__(self, config: DrafterShape, context: DrafterContext) -> None:
-        self._config, self._block_size = config, context.kv_block_size
+        self._config, self.block_size = config, context.kv_block_size
         assert isinstance(context.target, Decoder)
         self._device = context.target.device
         assert context.path is not None
@@ -75,9 +76,12 @@ class ContextPages:
                 f"not {context.kv_block_size}"
             )
 
-    def batch(self, requests: Sequence[DraftRequest], ends: Sequence[int], num_rows: int) -> PagedBatch:
-        """`num_rows` query rows of each request over its context positions below `ends` [R]."""
-        size = self._block_size
+    def tables(
+        self, requests: Sequence[DraftRequest], ends: Sequence[int]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The KV blocks of each request's context below `ends` [R], and the positions in them: [R, ≥ 1]
+        and [R]."""
+        size = self.block_size
         last = [-(-end // size) for end in ends]
         first = [min(self._first_block(r), end) for r, end in zip(requests, last, strict=True)]
         widest = max(1, *(end - start for start, end in zip(first, last, strict=True)))
@@ -85,20 +89,25 @@ class ContextPages:
         for row, (request, start, end) in enumerate(zip(requests, first, last, strict=True)):
             tables[row, : end - start] = request.blocks[start:end]
         lengths = [max(0, end - start * size) for start, end in zip(first, ends, strict=True)]
+        return tables, np.array(lengths, dtype=np.int32)
+
+    def batch(self, requests: Sequence[DraftRequest], ends: Sequence[int], num_rows: int) -> PagedBatch:
+        """`num_rows` query rows of each request over its context positions below `ends` [R]."""
+        tables, lengths = self.tables(requests, ends)
         return PagedBatch(
             query_start=torch.arange(0, (len(requests) + 1) * num_rows, num_rows, dtype=torch.int32),
-            kv_len=torch.tensor(lengths, dtype=torch.int32),
+            kv_len=torch.from_numpy(lengths),
             block_tables=torch.from_numpy(tables),
-            block_size=size,
+            block_size=self.block_size,
             max_query=num_rows,
-            max_kv=max(lengths),
+            max_kv=int(lengths.max()),
             row_request=torch.arange(len(requests), dtype=torch.int32).repeat_interleave(num_rows),
         ).to(self._device)
 
     def _first_block(self, request: DraftRequest) -> int:
         """That the window reaches, and of which this drafter has stored everything."""
-        window = self._config.context_start(len(request.token_ids) - 1) // self._block_size
-        return max(window, -(-request.context_from.get(self.digest, 0) // self._block_size))
+        window = self._config.context_start(len(request.token_ids) - 1) // self.block_size
+        return max(window, -(-request.context_from.get(self.digest, 0) // self.block_size))
 
 
 def load_for_target(context: DrafterContext, kind: str) -> tuple[DrafterConfig, Weights, Decoder]:

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include <omp.h>
 
@@ -69,13 +70,13 @@ void add_columns(float* scores, const T* e, const T* w2, int64_t stride, int64_t
     for (int j = 0; j < N; j++) scores[i] += to_float(e[j]) * to_float(w2[j * stride + i]);
 }
 
-// scores = base + Σ_j e_j · w2[j], a chunk of columns at a time.
+// The best of scores = base + Σ_j e_j · w2[j] in the columns first .. last, a chunk at a time.
 template <class T>
-int64_t biased_argmax(const T* base, const T* e, const T* w2, int64_t rank, int64_t vocab) {
+Best biased_best(const T* base, const T* e, const T* w2, int64_t rank, int64_t vocab, int64_t first, int64_t last) {
   float scores[kChunk];
   Best best;
-  for (int64_t at = 0; at < vocab; at += kChunk) {
-    int64_t size = std::min(kChunk, vocab - at);
+  for (int64_t at = first; at < last; at += kChunk) {
+    int64_t size = std::min(kChunk, last - at);
     for (int64_t i = 0; i < size; i += W) {
       vf v = load_some(base + at + i, size - i);
       store_some(scores + i, v, size - i);
@@ -85,22 +86,70 @@ int64_t biased_argmax(const T* base, const T* e, const T* w2, int64_t rank, int6
     for (; j < rank; j++) add_columns<1>(scores, e + j, w2 + j * vocab + at, vocab, size);
     consider(best, scores, at, size);
   }
-  return best.index;
+  return best;
 }
 
+// x_k = argmax(base_k + W1[x_{k−1}] W2), from left to right; without w1 the argmax of base_k.
+struct Chain {
+  const void* base;           // [requests, slots, vocab]
+  const void *w1, *w2;        // [V, rank], [rank, vocab]; null with rank 0
+  const int64_t* anchors;     // [requests]
+  const int64_t* vocab_map;   // [vocab] or null
+  int64_t *ids, *previous;    // [requests, slots]
+  int64_t requests, slots, rank, vocab;
+
+  template <class T>
+  Best best(int64_t at, int64_t token, int64_t first, int64_t last) const {
+    return biased_best((const T*)base + at * vocab, (const T*)w1 + token * rank, (const T*)w2, rank, vocab, first, last);
+  }
+  int64_t note(int64_t at, int64_t token, const Best& chosen) const {
+    previous[at] = token;
+    return ids[at] = vocab_map ? vocab_map[chosen.index] : chosen.index;
+  }
+};
+
+// What each thread found, by turns in two rows: who is ahead writes where nobody reads any more.
+struct Bests {
+  struct alignas(64) Line {
+    Best best;
+  };
+  std::vector<Line> lines;
+
+  explicit Bests(int threads) : lines(2 * std::max(threads, 1)) {}
+};
+
+// By a team. Few requests: the threads share out the columns of one slot after the other.
 template <class T>
-void markov_chain(int64_t* ids, int64_t* previous, const T* base, const T* w1, const T* w2, const int64_t* anchors,
-                  const int64_t* vocab_map, int64_t requests, int64_t slots, int64_t rank, int64_t vocab, int threads) {
-#pragma omp parallel for num_threads(requests == 1 ? 1 : threads)
-  for (int64_t r = 0; r < requests; r++) {
-    int64_t token = anchors[r];
-    for (int64_t k = 0; k < slots; k++) {
-      int64_t at = r * slots + k;
-      previous[at] = token;
-      int64_t chosen = biased_argmax(base + at * vocab, w1 + token * rank, w2, rank, vocab);
-      token = ids[at] = vocab_map ? vocab_map[chosen] : chosen;
+void run_chain(const Chain& a, Bests& bests) {
+  const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+  if (a.requests >= threads) {
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t r = 0; r < a.requests; r++) {
+      int64_t token = a.anchors[r];
+      for (int64_t at = r * a.slots; at < (r + 1) * a.slots; at++) token = a.note(at, token, a.best<T>(at, token, 0, a.vocab));
+    }
+    return;
+  }
+  const int64_t chunks = (a.vocab + kChunk - 1) / kChunk;
+  const int64_t first = std::min(a.vocab, chunks * thread / threads * kChunk);
+  const int64_t last = std::min(a.vocab, chunks * (thread + 1) / threads * kChunk);
+  for (int64_t r = 0; r < a.requests; r++) {
+    int64_t token = a.anchors[r];
+    for (int64_t at = r * a.slots; at < (r + 1) * a.slots; at++) {
+      Bests::Line* found = bests.lines.data() + at % 2 * threads;
+      found[thread].best = a.best<T>(at, token, first, last);
+#pragma omp barrier
+      Best best = found[0].best;
+      for (int64_t t = 1; t < threads; t++)
+        if (found[t].best.value > best.value) best = found[t].best;
+      if (thread == 0) {
+        token = a.note(at, token, best);
+      } else {
+        token = a.vocab_map ? a.vocab_map[best.index] : best.index;
+      }
     }
   }
+#pragma omp barrier
 }
 
 }  // namespace choose

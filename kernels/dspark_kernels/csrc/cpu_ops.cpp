@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "choose.h"
+#include "draft.h"
 #include "matrix.h"
 #include "noise.h"
 #include "rowwise.h"
@@ -53,9 +54,10 @@ void dspark_silu_mul(int type, void* out, const void* gate_up, int64_t rows, int
 void dspark_rope(int type, const void* qkv, const void* cos, const void* sin, const void* q_norm, const void* k_norm,
                  void* q, void* k, void* v, const void* slots, int64_t rows, int64_t heads, int64_t kv_heads,
                  int64_t dim, int64_t k_stride, int64_t v_stride, float eps, int threads) {
-  rowwise::Rope a{qkv, (const float*)cos, (const float*)sin, q_norm, k_norm, q, k, v, (const int64_t*)slots,
+  const int64_t width = (heads + 2 * kv_heads) * dim;
+  rowwise::Rope a{qkv, width, (const float*)cos, (const float*)sin, nullptr, q_norm, k_norm, q, k, v, (const int64_t*)slots,
                   rows, heads, kv_heads, dim, k_stride, v_stride, eps};
-  on_team(team(threads, rows * a.width()), [&] {
+  on_team(team(threads, rows * width), [&] {
     if (type)
       rowwise::rope<bf16>(a);
     else
@@ -87,12 +89,15 @@ void dspark_argmax(int type, void* out, const void* x, int64_t rows, int64_t siz
 void dspark_markov_chain(int type, void* ids, void* previous, const void* base, const void* w1, const void* w2,
                          const void* anchors, const void* vocab_map, int64_t requests, int64_t slots, int64_t rank,
                          int64_t vocab, int threads) {
-  if (type)
-    choose::markov_chain((int64_t*)ids, (int64_t*)previous, (const bf16*)base, (const bf16*)w1, (const bf16*)w2,
-                         (const int64_t*)anchors, (const int64_t*)vocab_map, requests, slots, rank, vocab, threads);
-  else
-    choose::markov_chain((int64_t*)ids, (int64_t*)previous, (const float*)base, (const float*)w1, (const float*)w2,
-                         (const int64_t*)anchors, (const int64_t*)vocab_map, requests, slots, rank, vocab, threads);
+  const choose::Chain chain{base, w1, w2, (const int64_t*)anchors, (const int64_t*)vocab_map, (int64_t*)ids,
+                            (int64_t*)previous, requests, slots, rank, vocab};
+  choose::Bests bests(threads);
+  on_team(threads, [&] {
+    if (type)
+      choose::run_chain<bf16>(chain, bests);
+    else
+      choose::run_chain<float>(chain, bests);
+  });
 }
 
 void dspark_noisy_argmax(void* out, const void* probs, const void* keys, const void* ids, int64_t rows, int64_t size,
@@ -100,7 +105,7 @@ void dspark_noisy_argmax(void* out, const void* probs, const void* keys, const v
   noise::draw_rows((int64_t*)out, (const float*)probs, (const int64_t*)keys, (const int64_t*)ids, rows, size, threads);
 }
 
-// Whether dspark_linear and dspark_stack do anything on this CPU.
+// Whether dspark_linear, dspark_stack and dspark_draft do anything on this CPU.
 int dspark_has_linear() {
 #if defined(__AVX512BF16__)
   return 1;
@@ -118,5 +123,7 @@ void dspark_linear(const Matrix* matrix, const void* x, void* result, int64_t ro
 }
 
 void dspark_stack(const stack::Args* args, int threads) { stack::run(*args, threads); }
+
+void dspark_draft(const draft::Args* args, int threads) { draft::run(*args, threads); }
 
 }  // extern "C"

@@ -8,7 +8,7 @@
 #include "panels.h"
 #include "vec.h"
 
-// Mirrored by `Matrix` in cpu_ops.py.
+// Mirrored in compiled.py.
 struct Matrix {
   const void* panels;   // bf16 or int8, see panels.h
   const float* scales;  // of int8 panels; null: they are bf16

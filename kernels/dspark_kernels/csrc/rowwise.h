@@ -69,25 +69,26 @@ void rope_head(T* out, const T* x, const float* cos, const float* sin, const T* 
 }
 
 struct Rope {
-  const void* qkv;  // [N, (heads + 2·kv_heads)·dim], heads is 0 for a K/V projection
-  const float *cos, *sin;
+  const void* qkv;  // [N, (heads + 2·kv_heads)·dim], heads is 0 for a K/V projection; rows `stride` apart
+  int64_t stride;
+  const float *cos, *sin;    // [N, dim / 2], or [any position, dim / 2] with `positions`
+  const int64_t* positions;  // [N] or null
   const void *q_norm, *k_norm;  // [dim] or null
   void* q;
   void *k, *v;           // cache rows, or row n when slots is null
   const int64_t* slots;  // [N] or null
   int64_t rows, heads, kv_heads, dim, k_stride, v_stride;
   float eps;
-
-  int64_t width() const { return (heads + 2 * kv_heads) * dim; }
 };
 
 template <class T>
 void rope(const Rope& a) {
-  const int64_t kv_width = a.kv_heads * a.dim, width = a.width();
+  const int64_t kv_width = a.kv_heads * a.dim;
 #pragma omp for schedule(static)
   for (int64_t n = 0; n < a.rows; n++) {
-    const T* x = static_cast<const T*>(a.qkv) + n * width;
-    const float *cos = a.cos + n * a.dim / 2, *sin = a.sin + n * a.dim / 2;
+    const T* x = static_cast<const T*>(a.qkv) + n * a.stride;
+    const int64_t angles = (a.positions ? a.positions[n] : n) * a.dim / 2;
+    const float *cos = a.cos + angles, *sin = a.sin + angles;
     T* q = static_cast<T*>(a.q) + n * a.heads * a.dim;
     for (int64_t h = 0; h < a.heads; h++, x += a.dim)
       rope_head(q + h * a.dim, x, cos, sin, static_cast<const T*>(a.q_norm), a.eps, a.dim);

@@ -15,7 +15,7 @@
 
 namespace stack {
 
-// Both mirrored in cpu_ops.py.
+// Both mirrored in compiled.py.
 struct Layer {
   Matrix qkv, o, gate_up, down;
   const void *q_norm, *k_norm;         // [dim] or null
@@ -31,7 +31,8 @@ struct Args {
   void* taps;               // [N, taps_width]
   const int64_t* tap_at;    // [num_layers] where a layer's output goes in a row of taps; below 0: nowhere
   int64_t taps_width;
-  const float *cos, *sin;      // [N, dim / 2]
+  const float *cos, *sin;      // [N, dim / 2], or [any position, dim / 2] with `positions`
+  const int64_t* positions;    // [N] or null
   void *k_cache, *v_cache;     // [layers, slots, kv_heads, dim]
   int64_t cache_layer_stride;  // elements
   const int64_t* slots;        // [N] where the rows' keys and values go; null: they are a block of their own (drafting)
@@ -92,8 +93,9 @@ static void run_layer(const Args& a, int64_t index, const Scratch& s, attention:
   const int64_t kv_width = a.kv_heads * a.dim;
 
   layer.qkv.multiply(normed, s.qkv, a.rows);
-  rowwise::rope<bf16>({s.qkv, a.cos, a.sin, layer.q_norm, layer.k_norm, s.q, a.slots ? k_cache : s.k,
-                       a.slots ? v_cache : s.v, a.slots, a.rows, a.heads, a.kv_heads, a.dim, kv_width, kv_width, a.eps});
+  rowwise::rope<bf16>({s.qkv, layer.qkv.out, a.cos, a.sin, a.positions, layer.q_norm, layer.k_norm, s.q,
+                       a.slots ? k_cache : s.k, a.slots ? v_cache : s.v, a.slots, a.rows, a.heads, a.kv_heads, a.dim,
+                       kv_width, kv_width, a.eps});
   attention::attend<bf16>(attend, plan, next_unit);
   layer.o.multiply(s.attended, s.branch, a.rows);
   rowwise::rms_norm(normed, residual, s.branch, residual, (const bf16*)layer.post_norm, a.rows, a.hidden, a.eps);
@@ -107,19 +109,41 @@ static void run_layer(const Args& a, int64_t index, const Scratch& s, attention:
     memcpy((bf16*)a.taps + n * a.taps_width + a.tap_at[index], residual + n * a.hidden, a.hidden * sizeof(bf16));
 }
 
-static void run(const Args& a, int threads) {
-  static thread_local attention::Plan kept_plan;
-  static thread_local attention::Buffer buffer;
-  attention::Plan& plan = kept_plan;  // inside the region the name of a thread_local variable means each thread's own
-  const Scratch scratch(a, &buffer);
-  const attention::Args attend = attention_args(a, scratch);
-  attention::make_plan(attend, threads, &plan);
-  std::vector<std::atomic<int64_t>> next_units(a.num_layers);
-  on_team(threads, [&] {
+// What is laid out before the team begins. One at a time in a thread: the memory is the thread's own, and kept.
+struct Run {
+  const Args& args;
+  const Scratch scratch;
+  const attention::Args attend;
+  attention::Plan& plan;
+  std::vector<std::atomic<int64_t>> next_units;
+
+  Run(const Args& a, int threads)
+      : args(a), scratch(a, kept_buffer()), attend(attention_args(a, scratch)), plan(kept_plan()), next_units(a.num_layers) {
+    attention::make_plan(attend, threads, &plan);
+  }
+
+  // By a team.
+  void all_layers() {
+    const Args& a = args;
     rowwise::rms_norm<bf16>((bf16*)a.normed, nullptr, (const bf16*)a.residual, nullptr, (const bf16*)a.first_norm, a.rows,
                             a.hidden, a.eps);
     for (int64_t i = 0; i < a.num_layers; i++) run_layer(a, i, scratch, attend, plan, next_units[i]);
-  });
+  }
+
+ private:
+  static attention::Buffer* kept_buffer() {
+    static thread_local attention::Buffer buffer;
+    return &buffer;
+  }
+  static attention::Plan& kept_plan() {
+    static thread_local attention::Plan plan;
+    return plan;
+  }
+};
+
+static void run(const Args& a, int threads) {
+  Run run(a, threads);
+  on_team(threads, [&] { run.all_layers(); });
 }
 
 }  // namespace stack
