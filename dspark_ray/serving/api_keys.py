@@ -59,8 +59,8 @@ def digest_of(key: str) -> str:
 
 
 def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
-    """Empty lines and those that begin with # do not count. Raises `ConfigError` naming the line, and never
-    what is in it: it might hold a key in clear."""
+    """Empty lines and those that begin with # do not count; there may be no other. Raises `ConfigError` naming
+    the line, and never what is in it: it might hold a key in clear."""
     keys: list[ApiKey] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -73,8 +73,8 @@ def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
                 for one in error.errors(include_input=False, include_url=False)
             )
             raise ConfigError(f"{source}, line {number}: {faults}") from None
-    if not keys or len(keys) > MAX_KEYS:
-        raise ConfigError(f"{source} holds {len(keys)} API keys; 1 to {MAX_KEYS} are needed")
+    if len(keys) > MAX_KEYS:
+        raise ConfigError(f"{source} holds {len(keys)} API keys; at most {MAX_KEYS} are allowed")
     for what, found in (("name", [key.name for key in keys]), ("hash", [key.sha256 for key in keys])):
         if len(set(found)) < len(found):
             raise ConfigError(f"{source}: two API keys have the same {what}")
@@ -82,16 +82,20 @@ def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
 
 
 class KeyRing:
-    """The keys of a server; a changed file is read again, a broken one is refused and the old keys stay."""
+    """The keys of a server; a changed file is read again. A broken one is refused and the old keys stay; one that
+    holds no key any more revokes all of them."""
 
     def __init__(self, read: Callable[[], tuple[ApiKey, ...]], path: Path | None, clock: Clock) -> None:
-        """`path`: the file behind `read`, if it may change. Raises what `read` raises."""
+        """`path`: the file behind `read`, if it may change. Raises what `read` raises, and `ConfigError` for no
+        key: a server that nobody may use is a mistake at its start."""
         self._read = read
         self._path = path
         self._clock = clock
         self._looked_ms = clock.now_ms()
         self._version = self._file_version()
         self.keys = read()
+        if not self.keys:
+            raise ConfigError("there is no API key; `dspark-ray new-key NAME` makes one")
         self.revision = 0  # grows with every change
 
     @classmethod
@@ -130,7 +134,10 @@ class KeyRing:
             logger.error("the API keys stay as they were: %s", error)
             return
         self.revision += 1
-        logger.info("read %d API keys", len(self.keys))
+        if self.keys:
+            logger.info("read %d API keys", len(self.keys))
+        else:
+            logger.warning("no API key is left in %s: every request is refused", self._path)
 
     def _file_version(self) -> tuple[int, int, int] | None:
         if self._path is None:

@@ -234,6 +234,15 @@ async def test_a_changed_file_counts_and_a_broken_one_does_not(
     assert carol not in caplog.text
     write(None)
     assert (await app.ask(carol)).status_code == 200
+    write("# nobody\n", 3)
+    assert (await app.ask(carol)).status_code == 401  # taken out, not broken
+
+
+def test_a_server_without_a_key_does_not_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys.jsonl"
+    path.write_text("\n# none yet\n")
+    with pytest.raises(ConfigError, match="no API key; `dspark-ray new-key"):
+        KeyRing.of(SecurityConfig(api_keys_file=str(path)))
 
 
 async def test_no_log_line_has_a_prompt_or_a_key(app: App, caplog: pytest.LogCaptureFixture) -> None:
@@ -255,7 +264,6 @@ def test_a_key_shows_its_hash_to_nobody() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([], "0 API keys"),
         (["{"], "line 1"),
         ([line("a", ALICE, colour="red")], "colour"),
         ([line("a", ALICE), line("a", BOB)], "the same name"),
