@@ -4,6 +4,7 @@
 nothing. What vLLM refuses is taken from vLLM 0.32's own checks, and found here before anything starts.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -378,6 +379,23 @@ def scheduler_reaches_the_engine(facts: Facts) -> Iterator[Problem]:
         )
 
 
+def what_is_written_can_be(facts: Facts) -> Iterator[Problem]:
+    """Spans need a package, a log of prompts the function that redacts it: found where the servers start."""
+    observed = facts.config.observability
+    if observed.traces is not None and not _is_there("opentelemetry.exporter.otlp.proto.http"):
+        yield Problem(
+            "observability.traces", "the OTLP exporter is not installed", "pip install 'dspark-ray[tracing]'"
+        )
+    if observed.request_log is not None and (name := observed.request_log.redact) is not None:
+        module = name.partition(":")[0]
+        if not _is_there(module):
+            yield Problem(
+                "observability.request_log.redact",
+                f"there is no module {module!r} here",
+                "install it on every node, or leave redact out",
+            )
+
+
 RULES: tuple[Rule, ...] = (
     engine_runs_the_target,
     mode_exists,
@@ -394,7 +412,16 @@ RULES: tuple[Rule, ...] = (
     quantization_is_the_engines,
     adapters_can_be_served,
     scheduler_reaches_the_engine,
+    what_is_written_can_be,
 )
+
+
+def _is_there(module: str) -> bool:
+    """Whether it can be imported, without running it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package that it would be in
+        return False
 
 
 def _graph_mode(compilation: object) -> str | None:

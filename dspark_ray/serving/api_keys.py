@@ -59,8 +59,8 @@ def digest_of(key: str) -> str:
 
 
 def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
-    """Empty lines and those that begin with # do not count; there may be no other. Raises `ConfigError` naming
-    the line, and never what is in it: it might hold a key in clear."""
+    """Empty lines and those that begin with # do not count; there may be no other. Raises `ConfigError`
+    naming the line, and never what is in it: it might hold a key in clear."""
     keys: list[ApiKey] = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -82,12 +82,12 @@ def parse_keys(lines: Iterable[str], source: str) -> tuple[ApiKey, ...]:
 
 
 class KeyRing:
-    """The keys of a server; a changed file is read again. A broken one is refused and the old keys stay; one that
-    holds no key any more revokes all of them."""
+    """The keys of a server; a changed file is read again. A broken one is refused and the old keys stay; one
+    that holds no key any more revokes all of them."""
 
     def __init__(self, read: Callable[[], tuple[ApiKey, ...]], path: Path | None, clock: Clock) -> None:
-        """`path`: the file behind `read`, if it may change. Raises what `read` raises, and `ConfigError` for no
-        key: a server that nobody may use is a mistake at its start."""
+        """`path`: the file behind `read`, if it may change. Raises what `read` raises, and `ConfigError` for
+        no key: a server that nobody may use is a mistake at its start."""
         self._read = read
         self._path = path
         self._clock = clock

@@ -364,3 +364,15 @@ def test_each_shipped_shape_says_where_it_is_from() -> None:
 def test_the_served_model_of_each_configuration_is_named_after_it() -> None:
     names = {yaml.safe_load(path.read_text())["applications"][0]["args"]["model"]["id"] for path in CONFIGS}
     assert all(name == name.lower() for name in names)
+
+
+def test_a_redacting_function_must_be_there_and_the_exporter_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = {"observability.request_log": {"folder": "x", "redact": "my_company.privacy:redact"}}
+    assert any("no module 'my_company.privacy' here" in problem for problem in problems(changed(OURS, log)))
+    log["observability.request_log"]["redact"] = "json:loads"
+    assert problems(changed(OURS, log)) == []
+    spans = {"observability.traces": {"endpoint": "http://collector:4318"}}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert any("pip install 'dspark-ray[tracing]'" in problem for problem in problems(changed(OURS, spans)))
