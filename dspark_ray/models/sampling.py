@@ -62,10 +62,4 @@ def filtered_probs(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 def sample_from(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Inverse-CDF sampling: [N, V] non-negative weights and uniforms [N] in [0, 1) → token ids [N]."""
-    cdf = probs.double().cumsum(-1)
-    target = (uniforms.double() * cdf[:, -1]).unsqueeze(1)
-    index = torch.searchsorted(cdf, target, right=True).clamp(max=probs.shape[1] - 1)
-    if bool((probs.gather(1, index) <= 0).any()):  # rounding went past the last token with mass
-        positions = torch.arange(probs.shape[1], device=probs.device).expand_as(probs)
-        index = torch.minimum(index, torch.where(probs > 0, positions, 0).amax(-1, keepdim=True))
-    return index.squeeze(1)
+    return kernels.inverse_cdf(probs, uniforms)

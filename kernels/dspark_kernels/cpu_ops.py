@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark_kernels import huge_pages, torch_ops
-from dspark_kernels.compiled import DraftFields, MatrixFields, PackedMatrix, StackFields
+from dspark_kernels.compiled import DraftFields, MatrixFields, PackedMatrix, StackFields, address
 
 if TYPE_CHECKING:
     from dspark_kernels.attention import PagedBatch
@@ -44,6 +44,9 @@ class CpuOps:
         )
         self._argmax = _bind(library, "dspark_argmax", _INT, _POINTER, _POINTER, _LONG, _LONG, _INT)
         self._noisy = _bind(library, "dspark_noisy_argmax", *[_POINTER] * 4, _LONG, _LONG, _INT)
+        self._markov = _bind(library, "dspark_markov_logits", _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT)
+        self._filter = _bind(library, "dspark_filtered_probs", _INT, *[_POINTER] * 6, _LONG, _LONG, _INT)
+        self._draw = _bind(library, "dspark_inverse_cdf", *[_POINTER] * 3, _LONG, _LONG, _INT)
         self._chain = _bind(library, "dspark_markov_chain", _INT, *[_POINTER] * 7, *[_LONG] * 4, _INT)
 
         library.dspark_has_linear.restype = _INT
@@ -56,11 +59,9 @@ class CpuOps:
         self._draft = _bind(library, "dspark_draft", ctypes.POINTER(DraftFields), _INT)
 
     # A batch of these is small on a CPU: torch is fast enough.
-    filtered_probs = staticmethod(torch_ops.filtered_probs)
     leading_matches = staticmethod(torch_ops.leading_matches)
     accept = staticmethod(torch_ops.accept)
     survival_lengths = staticmethod(torch_ops.survival_lengths)
-    markov_logits = staticmethod(torch_ops.markov_logits)
     scaled_linear = staticmethod(torch_ops.scaled_linear)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -136,6 +137,67 @@ class CpuOps:
             keys.data_ptr(),
             None if ids is None else ids.contiguous().data_ptr(),
             *probs.shape,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def filtered_probs(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+    ) -> Tensor:
+        columns = (temperature, top_p, min_p)
+        if any(column is not None and column.dtype != torch.float32 for column in columns):
+            return torch_ops.filtered_probs(logits, temperature, top_k, top_p, min_p)
+        assert top_k is None or top_k.dtype == torch.int64
+        logits = logits.contiguous()
+        rows, size = logits.shape
+        kept = [None if c is None else c.contiguous() for c in (temperature, top_k, top_p, min_p)]
+        assert all(column is None or column.numel() == rows for column in kept)
+        out = torch.empty((rows, size), dtype=torch.float32)
+        self._filter(
+            TYPES[logits.dtype],
+            out.data_ptr(),
+            logits.data_ptr(),
+            *map(address, kept),
+            rows,
+            size,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def inverse_cdf(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        if weights.dtype != torch.float32 or uniforms.dtype != torch.float64:
+            return torch_ops.inverse_cdf(weights, uniforms)
+        weights, uniforms = weights.contiguous(), uniforms.contiguous()
+        out = torch.empty(len(weights), dtype=torch.int64)
+        self._draw(
+            out.data_ptr(),
+            weights.data_ptr(),
+            uniforms.data_ptr(),
+            *weights.shape,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def markov_logits(self, base: Tensor, w1: Tensor, w2: Tensor, previous: Tensor) -> Tensor:
+        if not base.dtype == w1.dtype == w2.dtype:
+            return torch_ops.markov_logits(base, w1, w2, previous)
+        base = base.contiguous()
+        out = torch.empty(base.shape, dtype=torch.float32)
+        self._markov(
+            TYPES[base.dtype],
+            out.data_ptr(),
+            base.data_ptr(),
+            w1.data_ptr(),
+            w2.data_ptr(),
+            previous.data_ptr(),
+            len(base),
+            w2.shape[0],
+            base.shape[1],
             torch.get_num_threads(),
         )
         return out

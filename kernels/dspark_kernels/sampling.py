@@ -21,6 +21,12 @@ def filtered_probs(
     return ops_for(logits).filtered_probs(logits, temperature, top_k, top_p, min_p)
 
 
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """One draw a row: the first token up to which more than u of the row's weight lies, never one without
+    weight. weights [N, V] ≥ 0, uniforms [N] fp64 in [0, 1) → [N] int64"""
+    return ops_for(weights).inverse_cdf(weights, uniforms)
+
+
 def leading_matches(chosen: Tensor, drafted: Tensor, row_start: Tensor, most: int) -> tuple[Tensor, Tensor]:
     """Greedy and shared-noise acceptance: a draft token stands iff the target chose it.
 

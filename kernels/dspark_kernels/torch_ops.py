@@ -13,6 +13,7 @@ from dspark_kernels.torch_attention import block_attention, paged_attention
 from dspark_kernels.torch_sampling import (
     accept,
     filtered_probs,
+    inverse_cdf,
     leading_matches,
     noisy_argmax,
     survival_lengths,
@@ -24,6 +25,7 @@ __all__ = [
     "argmax",
     "block_attention",
     "filtered_probs",
+    "inverse_cdf",
     "k_rope_store",
     "leading_matches",
     "markov_chain",

@@ -45,6 +45,16 @@ def _mask_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     return probs.masked_fill((probs < threshold) & (top_p < 1.0), 0.0)
 
 
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    cdf = weights.double().cumsum(-1)
+    target = (uniforms.double() * cdf[:, -1]).unsqueeze(1)
+    index = torch.searchsorted(cdf, target, right=True).clamp(max=weights.shape[1] - 1)
+    if bool((weights.gather(1, index) <= 0).any()):  # rounding went past the last token with mass
+        positions = torch.arange(weights.shape[1], device=weights.device).expand_as(weights)
+        index = torch.minimum(index, torch.where(weights > 0, positions, 0).amax(-1, keepdim=True))
+    return index.squeeze(1)
+
+
 def leading_matches(chosen: Tensor, drafted: Tensor, row_start: Tensor, most: int) -> tuple[Tensor, Tensor]:
     counts = _leading(chosen == drafted, row_start, most)
     return counts, chosen[row_start[:-1].long() + counts]

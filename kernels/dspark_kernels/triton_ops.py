@@ -4,6 +4,7 @@ Runs on CUDA tensors, and on CPU tensors through Triton's interpreter, which is 
 must be set before this module is imported.
 """
 
+from dspark_kernels.torch_sampling import inverse_cdf
 from dspark_kernels.triton_acceptance import accept, leading_matches
 from dspark_kernels.triton_attention import block_attention, paged_attention
 from dspark_kernels.triton_budget import survival_lengths
@@ -20,6 +21,7 @@ __all__ = [
     "argmax",
     "block_attention",
     "filtered_probs",
+    "inverse_cdf",
     "k_rope_store",
     "leading_matches",
     "markov_chain",

@@ -464,3 +464,73 @@ def test_noisy_argmax_draws_from_p(cpu: CpuOps) -> None:
     expected = probs[kept].double() * count
     assert observed[3] == 0
     assert float(((observed[kept] - expected).square() / expected).sum()) < 4 + 4 * 8**0.5  # χ² of 4 degrees
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [5, 4099, 49152])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_filtered_probs(cpu: CpuOps, dtype: torch.dtype, size: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    logits = (torch.randn(7, size) * 3).to(dtype)
+    logits[3, 2:] = float("-inf")
+    logits[4] = 0.0  # ties
+    logits[6, 1] = 200.0  # next to it all others vanish
+
+    def column(*values: float) -> Tensor:
+        return torch.tensor(values)[:, None]
+
+    temperature = column(1.0, 0.3, 2.0, 1.0, 1.0, 1.0, 0.5)
+    top_k = column(size, 3, 2, 4, 3, size, 1).long()
+    top_p = column(1.0, 0.9, 0.5, 0.7, 0.5, 0.97, 0.3)
+    min_p = column(0.0, 0.1, 0.0, 0.2, 0.0, 0.02, 0.0)
+    for filters in (
+        (None, None, None),
+        (top_k, None, None),
+        (None, top_p, None),
+        (None, None, min_p),
+        (top_k, top_p, min_p),
+    ):
+        expected = torch_ops.filtered_probs(logits, temperature, *filters)
+        found = cpu.filtered_probs(logits, temperature, *filters)
+        kept = expected > 1e-37  # what is smaller may be 0
+        assert torch.equal(found > 1e-37, kept)
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-7)
+        alone = cpu.filtered_probs(
+            logits[1:2], temperature[1:2], *(f if f is None else f[1:2] for f in filters)
+        )
+        assert torch.equal(alone[0], found[1])
+
+
+@pytest.mark.parametrize("size", [1, 7, 512, 5000])
+def test_inverse_cdf(cpu: CpuOps, size: int) -> None:
+    weights = torch.rand(40, size) ** 8
+    weights[::3, size // 2 + 1 :] = 0.0
+    weights[1::3, : size // 2] = 0.0
+    uniforms = torch.rand(40, dtype=torch.float64)
+    uniforms[:8] = torch.tensor([0.0, 1 - 2**-53] * 4, dtype=torch.float64)
+    cdf = weights.double().cumsum(-1)
+    for draw in (cpu.inverse_cdf, torch_ops.inverse_cdf):
+        found = draw(weights, uniforms)[:, None]
+        target = uniforms[:, None] * cdf[:, -1:]
+        slack = 1e-6 * cdf[:, -1:]
+        assert (weights.gather(1, found) > 0).all()
+        assert (cdf.gather(1, found) > target - slack).all()
+        assert (cdf.gather(1, found) - weights.gather(1, found) <= target + slack).all()
+
+
+def test_inverse_cdf_draws_from_its_weights(cpu: CpuOps) -> None:
+    weights = torch.tensor([1.0, 0.0, 0.5, 2.5]).repeat(40_000, 1)
+    drawn = cpu.inverse_cdf(weights, torch.rand(40_000, dtype=torch.float64))
+    shares = torch.bincount(drawn, minlength=4) / 40_000
+    assert shares.tolist() == pytest.approx([0.25, 0.0, 0.125, 0.625], abs=0.012)  # 5 standard deviations
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("requests", "rank", "vocab"), [(1, 8, 40), (3, 64, 1500), (9, 5, 1024)])
+def test_markov_logits(cpu: CpuOps, dtype: torch.dtype, requests: int, rank: int, vocab: int) -> None:
+    base = torch.randn(requests, vocab).to(dtype)
+    w1, w2 = torch.randn(2 * vocab, rank).to(dtype), torch.randn(rank, vocab).to(dtype)
+    previous = torch.randint(0, 2 * vocab, (requests,))
+    found = cpu.markov_logits(base, w1, w2, previous)
+    torch.testing.assert_close(found, torch_ops.markov_logits(base, w1, w2, previous), rtol=1e-5, atol=1e-4)
+    assert not torch.equal(found, base.float())

@@ -70,20 +70,39 @@ void add_columns(float* scores, const T* e, const T* w2, int64_t stride, int64_t
     for (int j = 0; j < N; j++) scores[i] += to_float(e[j]) * to_float(w2[j * stride + i]);
 }
 
-// The best of scores = base + Σ_j e_j · w2[j] in the columns first .. last, a chunk at a time.
+// scores = base + Σ_j e_j · w2[j] in `size` columns from `at` on.
+template <class T>
+void biased(float* scores, const T* base, const T* e, const T* w2, int64_t rank, int64_t vocab, int64_t at, int64_t size) {
+  for (int64_t i = 0; i < size; i += W) {
+    vf v = load_some(base + at + i, size - i);
+    store_some(scores + i, v, size - i);
+  }
+  int64_t j = 0;
+  for (; j + kTogether <= rank; j += kTogether) add_columns<kTogether>(scores, e + j, w2 + j * vocab + at, vocab, size);
+  for (; j < rank; j++) add_columns<1>(scores, e + j, w2 + j * vocab + at, vocab, size);
+}
+
+// By a team: out = base + w1[previous] · w2, in fp32; out and base [requests, vocab].
+template <class T>
+void markov_logits(float* out, const T* base, const T* w1, const T* w2, const int64_t* previous, int64_t requests,
+                   int64_t rank, int64_t vocab) {
+  const int64_t chunks = (vocab + kChunk - 1) / kChunk;
+#pragma omp for schedule(static)
+  for (int64_t n = 0; n < requests * chunks; n++) {
+    const int64_t r = n / chunks, at = n % chunks * kChunk;
+    biased(out + r * vocab + at, base + r * vocab, w1 + previous[r] * rank, w2, rank, vocab, at,
+           std::min(kChunk, vocab - at));
+  }
+}
+
+// The best of those scores in the columns first .. last, a chunk at a time.
 template <class T>
 Best biased_best(const T* base, const T* e, const T* w2, int64_t rank, int64_t vocab, int64_t first, int64_t last) {
   float scores[kChunk];
   Best best;
   for (int64_t at = first; at < last; at += kChunk) {
     int64_t size = std::min(kChunk, last - at);
-    for (int64_t i = 0; i < size; i += W) {
-      vf v = load_some(base + at + i, size - i);
-      store_some(scores + i, v, size - i);
-    }
-    int64_t j = 0;
-    for (; j + kTogether <= rank; j += kTogether) add_columns<kTogether>(scores, e + j, w2 + j * vocab + at, vocab, size);
-    for (; j < rank; j++) add_columns<1>(scores, e + j, w2 + j * vocab + at, vocab, size);
+    biased(scores, base, e, w2, rank, vocab, at, size);
     consider(best, scores, at, size);
   }
   return best;

@@ -10,6 +10,7 @@
 #include "matrix.h"
 #include "noise.h"
 #include "rowwise.h"
+#include "sampling.h"
 #include "stack.h"
 #include "team.h"
 
@@ -98,6 +99,35 @@ void dspark_markov_chain(int type, void* ids, void* previous, const void* base, 
     else
       choose::run_chain<float>(chain, bests);
   });
+}
+
+void dspark_markov_logits(int type, void* out, const void* base, const void* w1, const void* w2, const void* previous,
+                          int64_t requests, int64_t rank, int64_t vocab, int threads) {
+  on_team(team(threads, requests * rank * vocab / 4), [&] {
+    if (type)
+      choose::markov_logits((float*)out, (const bf16*)base, (const bf16*)w1, (const bf16*)w2, (const int64_t*)previous,
+                            requests, rank, vocab);
+    else
+      choose::markov_logits((float*)out, (const float*)base, (const float*)w1, (const float*)w2, (const int64_t*)previous,
+                            requests, rank, vocab);
+  });
+}
+
+void dspark_filtered_probs(int type, void* out, const void* logits, const void* temperature, const void* top_k,
+                           const void* top_p, const void* min_p, int64_t rows, int64_t size, int threads) {
+  const sampling::Filters filters{(const float*)temperature, (const int64_t*)top_k, (const float*)top_p,
+                                  (const float*)min_p};
+  on_team(team(threads, rows * size), [&] {
+    if (type)
+      sampling::filter_rows((float*)out, (const bf16*)logits, filters, rows, size);
+    else
+      sampling::filter_rows((float*)out, (const float*)logits, filters, rows, size);
+  });
+}
+
+void dspark_inverse_cdf(void* out, const void* weights, const void* uniforms, int64_t rows, int64_t size, int threads) {
+  on_team(team(threads, rows * size),
+          [&] { sampling::draw_rows((int64_t*)out, (const float*)weights, (const double*)uniforms, rows, size); });
 }
 
 void dspark_noisy_argmax(void* out, const void* probs, const void* keys, const void* ids, int64_t rows, int64_t size,
