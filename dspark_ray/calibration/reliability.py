@@ -38,17 +38,10 @@ def reliability_bins(predicted: ArrayLike, outcome: ArrayLike, num_bins: int = N
 def ece(predicted: ArrayLike, outcome: ArrayLike, num_bins: int = NUM_BINS) -> float:
     """Expected calibration error Σ_b (n_b / N)·|mean predicted − mean outcome|; 0 if empty. [N], [N]"""
     probabilities, labels = _checked(predicted, outcome)
-    return float(ece_columns(probabilities[:, None], labels, num_bins)[0])
-
-
-def ece_columns(predicted: Float64Array, outcome: Float64Array, num_bins: int = NUM_BINS) -> Float64Array:
-    """The ECE of many predictors of the same outcomes at once. predicted [N, G], outcome [N] → [G]"""
-    num_samples, num_columns = predicted.shape
-    if num_samples == 0:
-        return np.zeros(num_columns)
-    place = (_bin_of(predicted, num_bins) + num_bins * np.arange(num_columns)).ravel()
-    gap = np.bincount(place, weights=(predicted - outcome[:, None]).ravel(), minlength=num_bins * num_columns)
-    return np.asarray(np.abs(gap).reshape(num_columns, num_bins).sum(axis=1) / num_samples, dtype=np.float64)
+    if not len(labels):
+        return 0.0
+    gap = np.bincount(_bin_of(probabilities, num_bins), weights=probabilities - labels)
+    return float(np.abs(gap).sum() / len(labels))
 
 
 def brier(predicted: ArrayLike, outcome: ArrayLike) -> float:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from dspark_ray.engine.draft_log import DraftRecord
     from dspark_ray.training.calibrate import CalibrationReport
 
-RULE_TEMPERATURES = {"greedy": 0.0, "rejection": 1.0}  # acceptance rule → sampling temperature
+# acceptance rule → sampling temperature; the rules are told apart by these and by shared noise
+RULE_TEMPERATURES = {"greedy": 0.0, "rejection": 1.0, "shared_noise": 1.0}
 
 
 def calibrate(
@@ -45,15 +46,16 @@ def calibrate(
     max_tokens: MaxTokensOption = 256,
     concurrency: ConcurrencyOption = 32,
     limit: LimitOption = None,
-    seed: Annotated[int, typer.Option(help="Of the sampled half; prompt i takes seed + i.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampled answers; prompt i takes seed + i.")] = 0,
     json: JsonOption = None,
     png: PngOption = None,
 ) -> None:
-    """Fit one temperature a position for greedy and for sampled acceptance, and save them.
+    """Fit a temperature and an offset a position for each acceptance rule, and save them.
 
-    Answers all prompts twice with every draft token verified. Prompts like those that will be served are
-    best; the lines that `generate-data` writes are good. Prints the expected calibration error (ECE) of
-    survival before and after, on prompts held out of that fit; --json and --png: reliability diagrams.
+    The rules are greedy, sampled, and sampled with a seed (shared noise): all prompts are answered three
+    times, with every draft token verified. Prompts like those that will be served are best; the lines that
+    `generate-data` writes are good. Prints the expected calibration error (ECE) of survival before and
+    after, on prompts held out of that fit; --json and --png: reliability diagrams.
     """
     from dspark_ray.models.drafters.confidence import TEMPERATURES_FILE, drafter_digest
     from dspark_ray.models.fetch import with_local_drafter
@@ -119,8 +121,12 @@ def _collect(
     from dspark_ray.training.evaluate import evaluate
 
     sampling = SamplingParams(
-        temperature=RULE_TEMPERATURES[rule], max_tokens=max_tokens, seed=seed, shared_noise=False
+        temperature=RULE_TEMPERATURES[rule],
+        max_tokens=max_tokens,
+        seed=seed,
+        shared_noise=rule == "shared_noise",
     )
+    assert sampling.rule == rule, "outcomes of one rule calibrate that rule"
     with step_progress(f"answering ({rule})", len(prompts)) as on_step:
         result = evaluate(local.engine, prompts, sampling, concurrency=concurrency, on_step=on_step)
     err.print(f"{rule}: {len(result.records)} drafts, τ {result.tau:.3f}")
@@ -131,10 +137,19 @@ def _print(report: "CalibrationReport") -> None:
     from rich.table import Table
 
     title = f"{report.rule}, {report.num_drafts} drafts"
-    columns = ("position", "temperature", "ECE before", "ECE after", "AUROC before", "AUROC after", "Brier")
-    table = Table(*columns, title=title)
-    rows = zip(report.temperatures, report.before, report.after, strict=True)
-    for position, (temperature, before, after) in enumerate(rows, start=1):
+    columns = ("position", "temperature", "offset", "ECE before", "after", "AUROC before", "after", "Brier")
+    table = Table(*columns, title=title, show_footer=True)
+    scaling = report.scaling
+    rows = zip(scaling.temperatures, scaling.offsets, report.before, report.after, strict=True)
+    for position, (temperature, offset, before, after) in enumerate(rows, start=1):
         figures = (before.ece, after.ece, before.auroc, after.auroc, after.brier)
-        table.add_row(str(position), f"{temperature:.3f}", *(f"{figure:.4f}" for figure in figures))
+        fitted = (f"{temperature:.3f}", f"{offset:+.3f}")
+        table.add_row(str(position), *fitted, *(f"{figure:.4f}" for figure in figures))
+    ece_before, ece_after = (f"{value:.4f}" for value in report.mean_ece)
+    for column, footer in zip(
+        table.columns,
+        ("mean", "", "", ece_before, ece_after, "moves ≤", f"{report.auroc_move:.4f}", ""),
+        strict=True,
+    ):
+        column.footer = footer
     out.print(table)

@@ -87,7 +87,17 @@ def verifying_everything(config: "AppConfig") -> "AppConfig":
     """`config` with mode fixed and all γ tokens: what a drafter is judged under."""
     from dspark_ray.core.types import VerificationMode
 
-    updates = {"mode": VerificationMode.FIXED, "fixed_tokens": None}
+    return _with_speculation(config, mode=VerificationMode.FIXED, fixed_tokens=None)
+
+
+def verifying_above(config: "AppConfig", threshold: float) -> "AppConfig":
+    """`config` with mode threshold: only tokens whose survival is at least `threshold` are verified."""
+    from dspark_ray.core.types import VerificationMode
+
+    return _with_speculation(config, mode=VerificationMode.THRESHOLD, threshold=threshold)
+
+
+def _with_speculation(config: "AppConfig", **updates: Any) -> "AppConfig":
     return config.model_copy(update={"speculation": config.speculation.model_copy(update=updates)})
 
 

@@ -1,6 +1,7 @@
 """`dspark-ray evaluate`: how well drafters draft on given prompts, side by side."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +21,7 @@ from dspark_ray.cli.common import (
     out,
     print_figures,
     step_progress,
+    verifying_above,
     verifying_everything,
     write_json,
 )
@@ -50,6 +52,15 @@ def evaluate(
         list[float] | None,
         typer.Option(min=0.0, max=2.0, help="0 (the default) is greedy; may be repeated.", metavar="T"),
     ] = None,
+    threshold: Annotated[
+        list[float] | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Verify only tokens whose survival is at least A; may be repeated. 0: all (the default).",
+            metavar="A",
+        ),
+    ] = None,
     limit: LimitOption = None,
     seed: Annotated[int, typer.Option(help="Of the sampling; prompt i takes seed + i.")] = 0,
     json: JsonOption = None,
@@ -57,7 +68,8 @@ def evaluate(
 ) -> None:
     """Accepted length τ and acceptance by position of drafters, every draft token verified.
 
-    Position k counts where all before it were accepted. Texts end by themselves or at --max-tokens.
+    Position k counts where all before it were accepted. Texts end by themselves or at --max-tokens. With
+    several --threshold, the share of verified tokens that stand, and τ, by threshold.
     """
     from dspark_ray.models.prompts import read_raw_prompts
 
@@ -66,22 +78,24 @@ def evaluate(
         read_raw_prompts(path, limit)  # a file that is wrong is said before a model is loaded
     configs = [(name, with_drafter(checked, name)) for name in drafter or ()] or [("", checked)]
     rows = []
-    for name, chosen in configs:
-        local = load_engine(chosen, profiled=False)
+    thresholds: list[float | None] = [*threshold] if threshold else [None]
+    for (name, chosen), least in product(configs, thresholds):
+        local = load_engine(chosen if least is None else verifying_above(chosen, least), profiled=False)
         label = Path(name).name or chosen.speculation.drafter.kind
+        above = "" if least is None else f", survival ≥ {least:g}"
         settings = {"max_tokens": max_tokens, "seed": seed}
         for row in _runs(local, prompts, temperature or [0.0], concurrency, limit, settings):
-            rows.append({"drafter": label, **row})
-            print_figures(f"{label} on {row['prompts']}, T = {row['temperature']:g}", row["report"])
+            rows.append({"drafter": label, "threshold": least, **row})
+            print_figures(f"{label} on {row['prompts']}, T = {row['temperature']:g}{above}", row["report"])
     if len(rows) > 1:
         _print_side_by_side(rows)
     if json is not None:
         content = {"rows": rows, "max_tokens": max_tokens, "config": checked.model_dump(mode="json")}
         write_json(json, content)
     if png is not None:
-        from dspark_ray.training.plots import plot_acceptance
+        from dspark_ray.training.plots import plot_acceptance, plot_thresholds
 
-        plot_acceptance(rows, png)
+        (plot_thresholds if threshold else plot_acceptance)(rows, png)
         err.print(f"written to {png}", soft_wrap=True)
 
 
@@ -136,17 +150,24 @@ def _runs(
 def _print_side_by_side(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table("drafter", "prompts", "T", "τ", "acceptance by position", "distinct 4-grams", "tokens/s")
+    by_threshold = any(row["threshold"] is not None for row in rows)
+    more = ("survival ≥", "of verified, stand") if by_threshold else ()
+    table = Table(
+        "drafter", "prompts", "T", *more, "τ", "acceptance by position", "distinct 4-grams", "tokens/s"
+    )
     for row in rows:
         report = row["report"]
         by_position = " ".join("–" if v is None else f"{v:.2f}" for v in report["conditional_acceptance"])
+        chosen = (f"{row['threshold']:g}", _share(report["accepted_share"])) if by_threshold else ()
         table.add_row(
-            row["drafter"],
-            row["prompts"],
-            f"{row['temperature']:g}",
+            *(row["drafter"], row["prompts"], f"{row['temperature']:g}", *chosen),
             f"{report['tau']:.3f}",
             by_position,
             f"{report['distinct_4grams']:.3f}",
             f"{report['tokens_per_s']:.1f}",
         )
     out.print(table)
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

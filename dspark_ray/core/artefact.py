@@ -16,15 +16,15 @@ def save_json(path: Path, data: dict[str, Any]) -> None:
     partial.replace(path)
 
 
-def load_json(path: Path, kind: str, file_format: str) -> dict[str, Any]:
+def load_json(path: Path, kind: str, *formats: str) -> dict[str, Any]:
     """The object on disk without its `format` key; raises `ArtefactError` naming the file."""
-    return check_format(read_json_object(path, ArtefactError, kind), f"{kind} {path}", file_format)
+    return check_format(read_json_object(path, ArtefactError, kind), f"{kind} {path}", *formats)
 
 
-def check_format(data: Any, what: str, file_format: str) -> dict[str, Any]:
-    """`data` without its `format` key; raises `ArtefactError` if it is not an object of that format."""
-    if not isinstance(data, dict) or data.get("format") != file_format:
-        raise ArtefactError(f"{what}: this is not in the format {file_format!r}")
+def check_format(data: Any, what: str, *formats: str) -> dict[str, Any]:
+    """`data` without its `format` key; raises `ArtefactError` if it is no object of one of the formats."""
+    if not isinstance(data, dict) or data.get("format") not in formats:
+        raise ArtefactError(f"{what}: this is not in the format {' or '.join(map(repr, formats))}")
     return {key: value for key, value in data.items() if key != "format"}
 
 

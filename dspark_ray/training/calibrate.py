@@ -1,18 +1,19 @@
 """Fits the temperatures of a drafter's confidences from drafts that were verified in full.
 
-One vector for each acceptance rule: greedy texts for `greedy`, texts at temperature 1 for `rejection`. How
-far the survivals are off is told on prompts that were held out of the fit; the temperatures that are kept are
-then fitted on all prompts.
+A scaling for each acceptance rule, from its own outcomes: greedy texts for `greedy`, texts at temperature 1
+for `rejection`, seeded ones for `shared_noise`. How far the survivals are off is told on prompts that were
+held out of the fit; the temperatures that are kept are then fitted on all prompts.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_ray.calibration.reliability import ReliabilityBins, auroc, brier, ece, reliability_bins
-from dspark_ray.calibration.sts import fit_temperatures, scaled_confidences, survival_outcomes
+from dspark_ray.calibration.sts import Scaling, fit_scaling, survival_outcomes
 from dspark_ray.calibration.temperatures import Temperatures
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.engine.draft_log import DraftRecord
@@ -27,24 +28,30 @@ class CalibrationReport:
 
     rule: str
     num_drafts: int
-    temperatures: NDArray[np.float64]  # [γ]
+    scaling: Scaling  # [γ]
     before: list["Quality"]  # [γ] with T = 1
     after: list["Quality"]  # [γ]
 
     @property
-    def ece_before(self) -> list[float]:
-        return [quality.ece for quality in self.before]
+    def mean_ece(self) -> tuple[float, float]:
+        """Before and after, over the positions."""
+        return mean(q.ece for q in self.before), mean(q.ece for q in self.after)
 
     @property
-    def ece_after(self) -> list[float]:
-        return [quality.ece for quality in self.after]
+    def auroc_move(self) -> float:
+        """The largest change of AUROC at any position; NaN if none has both outcomes."""
+        moves = [abs(a.auroc - b.auroc) for a, b in zip(self.after, self.before, strict=True)]
+        return max((move for move in moves if not np.isnan(move)), default=float("nan"))
 
     def as_json(self) -> dict[str, object]:
         """Everything as plain values; means of empty bins are null."""
         return {
             "rule": self.rule,
             "drafts": self.num_drafts,
-            "temperatures": self.temperatures.tolist(),
+            "temperatures": self.scaling.temperatures.tolist(),
+            "offsets": self.scaling.offsets.tolist(),
+            "mean_ece": [_plain(value) for value in self.mean_ece],
+            "auroc_move": _plain(self.auroc_move),
             "before": [quality.as_json() for quality in self.before],
             "after": [quality.as_json() for quality in self.after],
         }
@@ -76,12 +83,12 @@ class _Drafts:
     num_accepted: NDArray[np.int64]  # [N]
     num_verified: NDArray[np.int64]  # [N]
 
-    def fit(self) -> NDArray[np.float64]:
-        return fit_temperatures(self.logits, self.num_accepted, self.num_verified)
+    def fit(self) -> Scaling:
+        return fit_scaling(self.logits, self.num_accepted, self.num_verified)
 
-    def judge(self, temperatures: NDArray[np.float64]) -> list[Quality]:
-        """The survivals of each position under these temperatures. [γ]"""
-        survival = np.cumprod(scaled_confidences(self.logits, temperatures), axis=1)
+    def judge(self, scaling: Scaling) -> list[Quality]:
+        """The survivals of each position under this scaling. [γ]"""
+        survival = np.cumprod(scaling.confidences(self.logits), axis=1)
         survived, known = survival_outcomes(self.num_accepted, self.num_verified, self.logits.shape[1])
         return [
             _quality(survival[known[:, k], k], survived[known[:, k], k].astype(np.float64))
@@ -94,9 +101,9 @@ def calibrate(
 ) -> tuple[Temperatures, list[CalibrationReport]]:
     """The temperatures and, for each rule, what they change. `ConfigError` for too few drafts."""
     reports = [_calibrate_rule(rule, records) for rule, records in records_by_rule.items()]
-    by_rule = {report.rule: report.temperatures for report in reports}
     counts = {report.rule: report.num_drafts for report in reports}
-    return Temperatures(by_rule, {**made_from, "drafts": counts}), reports
+    scalings = {report.rule: report.scaling for report in reports}
+    return Temperatures.of(scalings, {**made_from, "drafts": counts}), reports
 
 
 def _calibrate_rule(rule: str, records: Sequence[DraftRecord]) -> CalibrationReport:
@@ -105,6 +112,8 @@ def _calibrate_rule(rule: str, records: Sequence[DraftRecord]) -> CalibrationRep
             f"{len(records)} drafts are too few to calibrate the rule {rule!r}; {MIN_DRAFTS} at least are "
             "needed: take more prompts or a higher --max-tokens"
         )
+    if any(record.rule != rule for record in records):
+        raise ConfigError(f"the rule {rule!r} can only be calibrated on its own outcomes")
     number = {name: index for index, name in enumerate(dict.fromkeys(r.request_id for r in records))}
     held_out = [number[record.request_id] % HELD_OUT_EVERY == 0 for record in records]
     judged = _stack([r for r, out in zip(records, held_out, strict=True) if out])
@@ -112,8 +121,8 @@ def _calibrate_rule(rule: str, records: Sequence[DraftRecord]) -> CalibrationRep
     return CalibrationReport(
         rule=rule,
         num_drafts=len(records),
-        temperatures=_stack(records).fit(),
-        before=judged.judge(np.ones_like(fitted)),
+        scaling=_stack(records).fit(),
+        before=judged.judge(Scaling.identity(judged.logits.shape[1])),
         after=judged.judge(fitted),
     )
 

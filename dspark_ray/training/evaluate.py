@@ -42,12 +42,16 @@ class Evaluation:
         """The figures as plain values."""
         completions = [c for c in self.run.completions if c.finish_reason is not FinishReason.ERROR]
         ended = sum(c.finish_reason is FinishReason.STOP for c in completions)
+        counters = self.run.counters
+        verified, steps = counters.verified_tokens, counters.request_steps
         return {
             "prompts": len(self.run.completions),
             "refused_prompts": len(self.run.completions) - len(completions),
             "ended_naturally": ended,
             "output_tokens": self.run.num_tokens,
             "tau": round(self.tau, 4),
+            "verified_tokens_per_step": round(verified / steps, 4) if steps else None,
+            "accepted_share": round(counters.accepted_tokens / verified, 4) if verified else None,
             "conditional_acceptance": _rounded(self.conditional_acceptance),
             "tried_per_position": self.tried.tolist(),
             "accepted_per_position": self.accepted.tolist(),

@@ -32,6 +32,80 @@ def plot_acceptance(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
+def plot_thresholds(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """The share of verified tokens that stand, and τ, by least survival: a line for each drafter, data set
+    and temperature.
+
+    rows: as for `plot_acceptance`, with a `threshold`.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    lines = dict.fromkeys((row["drafter"], row["prompts"], row["temperature"]) for row in rows)
+    figures = (
+        ("accepted_share", "verified tokens that stand"),
+        ("tau", "τ, tokens a target step"),
+        ("verified_tokens_per_step", "verified draft tokens a step"),
+    )
+    for axis, (key, title) in zip(axes, figures, strict=True):
+        for drafter, prompts, temperature in lines:
+            own = [
+                r
+                for r in rows
+                if (r["drafter"], r["prompts"], r["temperature"]) == (drafter, prompts, temperature)
+            ]
+            points = sorted((r["threshold"], r["report"][key]) for r in own if r["report"][key] is not None)
+            label = f"{drafter}, {prompts}, T = {temperature:g}"
+            axis.plot(*zip(*points, strict=True), marker="o", label=label)
+        axis.set(xlabel="least survival verified", title=title)
+    axes[0].set_ylim(0, 1)
+    axes[0].legend(fontsize="small")
+    _save(figure, path)
+
+
+def plot_sweep(
+    rows: Sequence[Mapping[str, Any]],
+    heads: Sequence[Mapping[str, Any]],
+    path: Path,
+    *,
+    depth: int,
+    block: int,
+) -> None:
+    """τ on held-out texts by depth at `block`, by block length at `depth`; what the sequential head costs.
+
+    rows: `kind`, `num_layers`, `block_size` and a `report` with `tau_sampling` and `tau_greedy`; heads:
+    `block_size`, `requests` and `share` of a round.
+    """
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
+    panels = (
+        ("num_layers", "draft layers", "block_size", block),
+        ("block_size", "block length", "num_layers", depth),
+    )
+    for axis, (along, label, fixed, value) in zip(axes, panels, strict=False):
+        alike = sorted((r for r in rows if r[fixed] == value), key=lambda r: r[along])
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            own = [row for row in alike if row["kind"] == kind]
+            for key, name, style in (("tau_sampling", "T = 1", "-"), ("tau_greedy", "T = 0", "--")):
+                axis.plot(
+                    [row[along] for row in own],
+                    [row["report"][key] for row in own],
+                    marker="o",
+                    linestyle=style,
+                    color="C0" if kind == "dspark" else "C1",
+                    label=f"{kind}, {name}",
+                )
+        axis.set(xlabel=label, ylabel="τ on held-out texts", xticks=[row[along] for row in alike])
+        axis.set_title(f"{fixed.replace('_', ' ').removeprefix('num ')} {value}")
+    axes[0].legend(fontsize="small")
+    for requests in dict.fromkeys(head["requests"] for head in heads):
+        own = [head for head in heads if head["requests"] == requests]
+        shares = [100 * head["share"] for head in own]
+        axes[2].plot([head["block_size"] for head in own], shares, marker="o", label=f"{requests} requests")
+    axes[2].set(xlabel="block length", ylabel="% of a round", title="sequential head")
+    axes[2].legend(fontsize="small")
+    _save(figure, path)
+
+
 def plot_reliability(reports: Sequence["CalibrationReport"], path: Path) -> None:
     """Reliability diagrams of survival, before and after: a row for each rule, a panel for each position."""
     pyplot = _pyplot()

@@ -1,4 +1,4 @@
-"""From confidence logits to calibrated chances: c_k = σ(logit_k / T_k), T by acceptance rule."""
+"""From confidence logits to calibrated chances: c_k = σ(logit_k / T_k + b_k), T and b by acceptance rule."""
 
 import logging
 from collections.abc import Sequence
@@ -25,13 +25,15 @@ class CalibratedConfidence:
     """A checkpoint's temperatures, or T = 1 where it has none."""
 
     def __init__(self, temperatures: Temperatures, source: str) -> None:
-        self._by_rule = {rule: temperatures.for_rule(rule) for rule in AcceptanceRule}  # rule → [γ]
+        scalings = {rule: temperatures.scaling(rule) for rule in AcceptanceRule}
+        self._by_rule = {rule: (s.temperatures, s.offsets) for rule, s in scalings.items()}  # rule → [γ], [γ]
         self.source = source
 
     def __call__(self, logits: FloatArray, rules: Sequence[AcceptanceRule]) -> FloatArray:
         """logits [R, γ] and each request's rule [R] → [R, γ] in (0, 1)."""
-        temperature = np.array([self._by_rule[rule] for rule in rules])[:, : logits.shape[1]]
-        scaled = np.minimum(np.maximum(logits / temperature, -_MAX_LOGIT), _MAX_LOGIT)
+        scaling = np.array([self._by_rule[rule] for rule in rules])[:, :, : logits.shape[1]]
+        scaled = logits / scaling[:, 0] + scaling[:, 1]
+        scaled = np.minimum(np.maximum(scaled, -_MAX_LOGIT), _MAX_LOGIT)
         return (1.0 / (1.0 + np.exp(-scaled))).astype(np.float32)
 
 
@@ -96,18 +98,35 @@ class OnlineConfidence:
 def load_confidence(checkpoint: Path, override: str | None, block_size: int) -> CalibratedConfidence:
     """The named temperatures, else those beside the checkpoint, else none (said in the log).
 
-    Raises `ArtefactError` when they were made for another drafter or block size.
+    Named ones raise `ArtefactError` when they were made for another drafter or block size. Those that merely
+    lie beside a drafter that was trained again are left alone, with a warning; so is a rule that they lack.
     """
     path = Path(override) if override is not None else checkpoint / TEMPERATURES_FILE
     if override is None and not path.is_file():
         log.warning("%s has no %s: its confidences are used uncalibrated", checkpoint, TEMPERATURES_FILE)
-        return CalibratedConfidence(Temperatures.neutral(block_size), "uncalibrated")
-    temperatures = Temperatures.load(path, expect={"drafter": drafter_digest(checkpoint)})
-    if temperatures.block_size < block_size:
-        raise ArtefactError(
-            f"{path} has temperatures for {temperatures.block_size} positions, the drafter has {block_size}"
-        )
+        return _uncalibrated(block_size)
+    try:
+        temperatures = Temperatures.load(path, expect={"drafter": drafter_digest(checkpoint)})
+        if temperatures.block_size < block_size:
+            raise ArtefactError(
+                f"{path} has temperatures for {temperatures.block_size} positions, "
+                f"the drafter has {block_size}"
+            )
+    except ArtefactError as error:
+        if override is not None:
+            raise
+        log.warning("%s; its confidences are used uncalibrated", error)
+        return _uncalibrated(block_size)
+    for rule in AcceptanceRule:
+        used = temperatures.stand_in(rule)
+        if used != rule:
+            instead = "T = 1 is used" if used is None else f"those of {used} are used"
+            log.warning("%s has no temperatures for %s: %s; calibrate again", path, rule.value, instead)
     return CalibratedConfidence(temperatures, f"calibrated ({path.name})")
+
+
+def _uncalibrated(block_size: int) -> CalibratedConfidence:
+    return CalibratedConfidence(Temperatures.neutral(block_size), "uncalibrated")
 
 
 def drafter_digest(checkpoint: Path) -> str:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_ray.calibration.reliability import auroc, brier, ece, ece_columns, reliability_bins
+from dspark_ray.calibration.reliability import auroc, brier, ece, reliability_bins
 
 
 def test_ece_by_hand():
@@ -16,13 +16,6 @@ def test_ece_of_the_edges_and_of_nothing():
     assert ece([0.0, 1.0], [0, 1]) == 0.0
     assert ece([1.0, 1.0], [0, 1]) == 0.5
     assert ece([], []) == 0.0
-
-
-def test_columns_equal_one_at_a_time():
-    rng = np.random.default_rng(0)
-    predicted, outcome = rng.random((50, 4)), (rng.random(50) < 0.4).astype(float)
-    one_by_one = [ece(predicted[:, g], outcome) for g in range(4)]
-    np.testing.assert_allclose(ece_columns(predicted, outcome), one_by_one)
 
 
 def test_bins():

@@ -190,13 +190,31 @@ def test_evaluate_puts_drafters_side_by_side(local: list[AppConfig], tmp_path: P
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_evaluate_by_threshold(local: list[AppConfig], tmp_path: Path) -> None:
+    path, png = tmp_path / "rows.json", tmp_path / "thresholds.png"
+    thresholds = ("--threshold", 0, "--threshold", 0.5, "--threshold", 1)
+    result = invoke(
+        *("evaluate", "-c", "config.yaml", "-p", "prompts.jsonl", "--max-tokens", 12, *thresholds),
+        *("--json", path, "--png", png),
+    )
+    assert result.exit_code == 0, result.output
+    assert [config.speculation.mode for config in local] == ["threshold"] * 3
+    assert [config.speculation.threshold for config in local] == [0.0, 0.5, 1.0]
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["threshold"] for row in rows] == [0.0, 0.5, 1.0]
+    assert rows[0]["report"]["verified_tokens_per_step"] > 1
+    assert 0 <= rows[0]["report"]["accepted_share"] <= 1
+    assert "of verified, stand" in result.stdout
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
 def test_evaluate_refuses_what_is_no_drafter(local: list[AppConfig]) -> None:
     result = invoke("evaluate", "-c", "config.yaml", "-p", "prompts.jsonl", "-d", "nowhere")
     assert result.exit_code == USER_ERROR
     assert "'nowhere' is no directory" in result.stderr
 
 
-def test_calibrate_writes_both_rules(local: list[AppConfig], tmp_path: Path) -> None:
+def test_calibrate_writes_all_rules(local: list[AppConfig], tmp_path: Path) -> None:
     from dspark_ray.calibration.temperatures import Temperatures
     from dspark_ray.models.drafters.confidence import drafter_digest
 
@@ -208,11 +226,12 @@ def test_calibrate_writes_both_rules(local: list[AppConfig], tmp_path: Path) -> 
     assert result.exit_code == 0, result.output
     assert local[0].speculation.num_draft_tokens == 4
     found = Temperatures.load(path, expect={"drafter": drafter_digest(Path("drafter"))})
-    assert set(found.by_rule) == {"greedy", "rejection"}
+    assert set(found.by_rule) == {"greedy", "rejection", "shared_noise"}
     assert found.block_size == 4
-    assert "ECE after" in result.stdout
+    assert "ECE before" in result.stdout
+    assert "moves ≤" in result.stdout
     rules = json.loads((tmp_path / "r.json").read_text())["rules"]
-    assert [rule["rule"] for rule in rules] == ["greedy", "rejection"]
+    assert [rule["rule"] for rule in rules] == ["greedy", "rejection", "shared_noise"]
     assert len(rules[0]["after"][0]["mean_outcome"]) == 15
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 

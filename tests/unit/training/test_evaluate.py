@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dspark_ray.core.errors import ConfigError
-from dspark_ray.core.types import SamplingParams
+from dspark_ray.core.types import AcceptanceRule, SamplingParams
 from dspark_ray.engine.draft_log import DraftRecord
 from dspark_ray.training.calibrate import calibrate
 from dspark_ray.training.evaluate import count_positions, evaluate
@@ -16,9 +16,13 @@ PROMPTS = [[1, 2, 3], [4, 4], [2], [3, 1, 4, 1]]
 
 
 def record(
-    num_verified: int, num_accepted: int, logits: np.ndarray | None = None, name: str = "a"
+    num_verified: int,
+    num_accepted: int,
+    logits: np.ndarray | None = None,
+    name: str = "a",
+    rule: AcceptanceRule = AcceptanceRule.GREEDY,
 ) -> DraftRecord:
-    return DraftRecord(name, True, logits, num_verified, num_accepted)
+    return DraftRecord(name, rule, logits, num_verified, num_accepted)
 
 
 def test_positions_are_tried_after_an_accepted_one() -> None:
@@ -52,31 +56,45 @@ def test_a_refused_prompt_is_reported() -> None:
     assert result.report()["refused_prompts"] == 1
 
 
-def overconfident(num_blocks: int, temperature: float, seed: int) -> list[DraftRecord]:
-    """Logits `temperature` times as large as they should be."""
-    rng = np.random.default_rng(seed)
+def wrong_by(
+    temperature: float, offset: float, rule: AcceptanceRule = AcceptanceRule.GREEDY, num_blocks: int = 6000
+) -> list[DraftRecord]:
+    """Logits `temperature` times as large as they should be, and then too small by `offset` × that."""
+    rng = np.random.default_rng(num_blocks + int(10 * temperature))
     honest = rng.normal(0.5, 1.5, size=(num_blocks, 4))
     stands = rng.random(honest.shape) < 1 / (1 + np.exp(-honest))
     accepted = np.cumprod(stands, axis=1).sum(axis=1)
-    return [
-        record(4, int(accepted[n]), (honest[n] * temperature).astype(np.float32), f"prompt-{n % 30}")
-        for n in range(num_blocks)
-    ]
+    logits = ((honest - offset) * temperature).astype(np.float32)
+    return [record(4, int(accepted[n]), logits[n], f"prompt-{n % 30}", rule) for n in range(num_blocks)]
 
 
-def test_known_temperatures_are_found() -> None:
-    records = {"greedy": overconfident(6000, 2.0, 0), "rejection": overconfident(6000, 3.0, 1)}
+WRONG = {"greedy": (2.0, 0.0), "rejection": (3.0, -0.5), "shared_noise": (0.5, -1.0)}
+
+
+def test_each_rule_is_fitted_on_its_own_outcomes() -> None:
+    records = {rule: wrong_by(*wrong, AcceptanceRule(rule)) for rule, wrong in WRONG.items()}
     temperatures, reports = calibrate(records, {"drafter": "x"})
-    assert temperatures.for_rule("greedy")[0] == pytest.approx(2.0, rel=0.2)
-    assert temperatures.for_rule("rejection")[0] == pytest.approx(3.0, rel=0.2)
-    assert temperatures.made_from == {"drafter": "x", "drafts": {"greedy": 6000, "rejection": 6000}}
+    for rule, (temperature, offset) in WRONG.items():
+        scaling = temperatures.scaling(rule)
+        assert scaling.temperatures[0] == pytest.approx(temperature, rel=0.2)
+        assert scaling.offsets[0] == pytest.approx(offset, abs=0.15)
+    assert temperatures.made_from == {"drafter": "x", "drafts": dict.fromkeys(WRONG, 6000)}
     for report in reports:
-        assert np.mean(report.ece_after) < 0.5 * np.mean(report.ece_before)
+        before, after = report.mean_ece
+        assert after < 0.5 * before
+        assert after == pytest.approx(np.mean([quality.ece for quality in report.after]))
+        assert report.auroc_move < 0.02
+        assert report.as_json()["offsets"] == report.scaling.offsets.tolist()
+
+
+def test_outcomes_of_another_rule_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'rejection' can only be calibrated on its own outcomes"):
+        calibrate({"rejection": wrong_by(1.0, 0.0)}, {})
 
 
 def test_too_few_drafts() -> None:
     with pytest.raises(ConfigError, match="too few"):
-        calibrate({"greedy": overconfident(10, 1.0, 0)}, {})
+        calibrate({"greedy": wrong_by(1.0, 0.0, num_blocks=10)}, {})
 
 
 def test_drafts_without_confidences() -> None:
