@@ -7,7 +7,7 @@ contest runs in chunks: what is finished is kept, the rest continues where it st
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dspark_ray.core.artefact import save_json
 from dspark_ray.training.config import TrainingConfig
 from dspark_ray.training.target import FrozenTarget
 from dspark_ray.training.trainer import Run
-from dspark_ray.training.validation import ValidationReport, validate
+from dspark_ray.training.validation import ValidationReport
 
 KINDS = ("dspark", "dflash", "eagle3")
 _NEVER_MINUTES = 1e9  # data that came in between would give the later kinds other texts
@@ -26,9 +26,12 @@ _OWN_FIELDS = ("kind", "num_layers", "init_layers", "markov_rank", "confidence_h
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """One kind's standing."""
+    """One drafter's standing."""
 
+    name: str  # within its contest
     kind: str
+    num_layers: int
+    block_size: int
     steps: int
     blocks: int
     num_parameters: int  # trained ones
@@ -64,33 +67,53 @@ def hold_contest(
     *,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Contestant]:
-    """Trains what is not finished, in order, until `stop()`; the standing of all kinds."""
-    standing = []
-    for kind in kinds:
-        config = contest_config(base, kind)
-        clock = _WallTime(config.output / "wall.json")
-        run = Run(config, target, stop)
-        if run.learner.step < config.optimizer.total_steps and not stop():
-            run.loop()
-            clock.add_elapsed()
-        finished = run.learner.step >= config.optimizer.total_steps
-        learner = run.learner
-        report = None
-        if finished:
-            report = validate(learner.averaged, run.held_out, learner.shared, bf16=config.bf16)
-        standing.append(
-            Contestant(
-                kind=kind,
-                steps=learner.step,
-                blocks=learner.blocks,
-                num_parameters=sum(p.numel() for p in learner.network.parameters()),
-                train_s=clock.seconds,
-                finished=finished,
-                checkpoint=str(config.output / "checkpoint"),
-                report=report,
-            )
-        )
-    return standing
+    """Trains the kinds that are not finished, in order, until `stop()`; the standing of all of them."""
+    return train_in_turn({kind: contest_config(base, kind) for kind in kinds}, target, stop=stop)
+
+
+def train_in_turn(
+    configs: Mapping[str, TrainingConfig],
+    target: FrozenTarget,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Contestant]:
+    """Trains what is not finished, in order, until `stop()`; the standing of all. Each has a folder of its
+    own, where a finished one's standing is kept."""
+    return [_train(name, config, target, stop) for name, config in configs.items()]
+
+
+def _train(name: str, config: TrainingConfig, target: FrozenTarget, stop: Callable[[], bool]) -> Contestant:
+    kept = config.output / "standing.json"
+    total_steps = config.optimizer.total_steps
+    if kept.is_file():
+        stored = json.loads(kept.read_text(encoding="utf-8"))
+        if stored["steps"] == total_steps:
+            return Contestant(**{**stored, "name": name, "report": ValidationReport(**stored["report"])})
+    clock = _WallTime(config.output / "wall.json")
+    run = Run(config, target, stop)
+    learner = run.learner
+    if learner.step < total_steps and not stop():
+        run.loop()
+        clock.add_elapsed()
+    finished = learner.step >= total_steps
+    if finished and run.report is None:
+        run.validate()
+    contestant = Contestant(
+        name=name,
+        kind=config.architecture.kind,
+        num_layers=config.architecture.num_layers,
+        block_size=config.architecture.block_size,
+        steps=learner.step,
+        blocks=learner.blocks,
+        num_parameters=sum(p.numel() for p in learner.network.parameters()),
+        train_s=clock.seconds,
+        finished=finished,
+        checkpoint=str(config.output / "checkpoint"),
+        report=run.report if finished else None,
+    )
+    if contestant.finished:
+        save_json(kept, contestant.as_json())
+    return contestant
 
 
 class _WallTime:

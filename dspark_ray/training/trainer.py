@@ -29,7 +29,7 @@ from dspark_ray.training.ranks import Ranks, join_ranks
 from dspark_ray.training.setup import build_network, checkpoint_vocabulary, choose_draft_vocabulary
 from dspark_ray.training.target import FrozenTarget, TransformersTarget
 from dspark_ray.training.tensorboard import TensorBoardLog
-from dspark_ray.training.validation import validate
+from dspark_ray.training.validation import ValidationReport, validate
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Run:
         self.cache = TargetCache(config.cache.folder, cache_spec(config, target))
         self.refresh()
         self.learner = self._build_learner()
+        self.report: ValidationReport | None = None  # the newest, of this process's own steps
 
     def _build_learner(self) -> Learner:
         torch.manual_seed(self.config.seed)
@@ -153,10 +154,11 @@ class Run:
         self.save()
 
     def validate(self) -> None:
-        """Log the averaged drafter's accepted length on the held-out sequences."""
+        """Log the averaged drafter's accepted length on the held-out sequences; kept as `report`."""
         if not self._ranks.is_first:
             return
         report = validate(self.learner.averaged, self.held_out, self.learner.shared, bf16=self.config.bf16)
+        self.report = report
         self.log(
             tau_greedy=report.tau_greedy,
             tau_sampling=report.tau_sampling,

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
+from dspark_ray.core.errors import ConfigError
 from dspark_ray.training.config import TrainingConfig
-from dspark_ray.training.contest import contest_config, hold_contest
+from dspark_ray.training.contest import contest_config, hold_contest, train_in_turn
+from dspark_ray.training.sweep import sweep_configs
 from dspark_ray.training.target import TransformersTarget
 
 
@@ -43,5 +46,30 @@ def test_a_contest_stops_and_goes_on(tiny_run: TrainingConfig) -> None:
         assert 1.0 <= contestant.report.tau_sampling <= 4.0
         assert Path(contestant.checkpoint, "model.safetensors").is_file()
         json.dumps(contestant.as_json())
+    third = hold_contest(tiny_run, target, stop=lambda: True)
+    assert list(map(repr, third)) == list(map(repr, second))  # NaN is not NaN; finished ones are not loaded
     weights = [torch.load(tiny_run.output / kind / "state.pt")["step"] for kind in ("dspark", "eagle3")]
     assert weights == [6, 6]
+
+
+def test_a_sweep_changes_depth_and_length_alone(tiny_run: TrainingConfig) -> None:
+    configs = sweep_configs(tiny_run, depths=[1, 3], lengths=[3, 5])
+    shapes = ["1-layers-block-3", "3-layers-block-3", "1-layers-block-5"]
+    assert list(configs) == [f"{kind}-{shape}" for shape in shapes for kind in ("dspark", "dflash")]
+    assert len({config.output for config in configs.values()}) == 6
+    deep = configs["dflash-3-layers-block-3"]
+    assert deep.architecture.init_layers == (0, 1, 2)  # the target's last three
+    assert (deep.cache, deep.architecture.target_layer_ids) == (
+        configs["dspark-1-layers-block-5"].cache,
+        tiny_run.architecture.target_layer_ids,
+    )
+    assert configs["dspark-1-layers-block-5"].architecture.block_size == 5
+    with pytest.raises(ConfigError, match="depth of 4"):
+        sweep_configs(tiny_run, depths=[4], lengths=[])
+
+
+def test_a_sweep_trains_all_of_it_on_the_same_anchors(tiny_run: TrainingConfig) -> None:
+    configs = sweep_configs(tiny_run, depths=[2], lengths=[2], kinds=["dspark"])
+    standing = train_in_turn(configs, TransformersTarget(tiny_run.target))
+    assert [(c.num_layers, c.block_size, c.finished) for c in standing] == [(2, 3, True), (1, 2, True)]
+    assert len({c.steps for c in standing}) == 1
