@@ -14,6 +14,7 @@ import argparse
 import json
 import logging
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file, save_file
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig, ModelConfig, SpeculationConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.build import build_engine
-from dspark_ray.models.drafters.dspark import DSparkDrafter
+from dspark_ray.engine.engine import Engine
 from dspark_ray.profiling.machine import machine_facts
 from dspark_ray.profiling.step_timer import StepTimer
 from dspark_ray.training.config import TrainingConfig, load_training_config
@@ -90,41 +92,53 @@ def main() -> None:
 
 
 def _head_costs(base: TrainingConfig, contestant: Contestant) -> list[dict[str, Any]]:
-    """Milliseconds of a block with and without the sequential head, and of verifying; medians."""
-    drafter = {"kind": "dspark", "path": contestant.checkpoint}
-    speculation = SpeculationConfig.model_validate(
-        {"drafter": drafter, "mode": VerificationMode.FIXED, "num_draft_tokens": contestant.block_size}
-    )
-    engine = build_engine(
-        AppConfig(model=ModelConfig(source=str(base.target)), speculation=speculation), model_dir=base.target
-    )
-    assert isinstance(engine.drafter, DSparkDrafter)
-    heads, timer = engine.drafter.heads, StepTimer(engine, SystemClock())
-    whole = (heads.markov, heads.w1, heads.w2)
+    """Milliseconds of a block with and without the sequential head, and of verifying; medians, in turn."""
+    checkpoint, block_size = Path(contestant.checkpoint), contestant.block_size
+    with tempfile.TemporaryDirectory() as folder:
+        _strip_head(checkpoint, Path(folder))
+        timers = {
+            name: StepTimer(_engine(base, path, block_size), SystemClock())
+            for name, path in (("with_ms", checkpoint), ("without_ms", Path(folder)))
+        }
     found = []
     for requests in REQUESTS:
-        step = timer.target_step(requests * (1 + contestant.block_size), CONTEXT_TOKENS, requests)
+        step = timers["with_ms"].target_step(requests * (1 + block_size), CONTEXT_TOKENS, requests)
         times: dict[str, list[float]] = {"with_ms": [], "without_ms": [], "verify_ms": []}
-        for _ in range(1 + REPLAYS):
-            times["with_ms"].append(timer.draft_ms(requests, CONTEXT_TOKENS))
-            heads.markov = heads.w1 = heads.w2 = None
-            times["without_ms"].append(timer.draft_ms(requests, CONTEXT_TOKENS))
-            heads.markov, heads.w1, heads.w2 = whole
-            times["verify_ms"].append(timer.verify_ms(step))
-        median = {name: statistics.median(values[1:]) for name, values in times.items()}  # the first warms up
+        for _ in range(1 + REPLAYS):  # the first warms up
+            for name, timer in timers.items():
+                times[name].append(timer.draft_ms(requests, CONTEXT_TOKENS))
+            times["verify_ms"].append(timers["with_ms"].verify_ms(step))
+        median = {name: statistics.median(values[1:]) for name, values in times.items()}
         round_ms = median["with_ms"] + median["verify_ms"]
         share = (median["with_ms"] - median["without_ms"]) / round_ms
         rounded = {name: round(value, 3) for name, value in median.items()}
-        found.append(
-            {
-                "block_size": contestant.block_size,
-                "requests": requests,
-                **rounded,
-                "share": round(share, 4),
-            }
-        )
-    timer.close()
+        found.append({"block_size": block_size, "requests": requests, **rounded, "share": round(share, 4)})
     return found
+
+
+def _engine(base: TrainingConfig, checkpoint: Path, block_size: int) -> Engine:
+    speculation = SpeculationConfig.model_validate(
+        {
+            "drafter": {"kind": "dspark", "path": str(checkpoint)},
+            "mode": VerificationMode.FIXED,
+            "num_draft_tokens": block_size,
+            "canary": False,
+        }
+    )
+    config = AppConfig(model=ModelConfig(source=str(base.target)), speculation=speculation)
+    return build_engine(config, model_dir=base.target)
+
+
+def _strip_head(checkpoint: Path, folder: Path) -> None:
+    """A copy without the sequential head; its confidences read the hidden states alone."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    name = "confidence_head.proj.weight"
+    tensors[name] = tensors[name][:, : config["hidden_size"]].contiguous()
+    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("markov_head.")}
+    config |= {"markov_rank": 0, "confidence_head_with_markov": False}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def _print(rows: list[dict[str, Any]], heads: list[dict[str, Any]]) -> None:
