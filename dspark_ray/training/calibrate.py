@@ -20,6 +20,7 @@ from dspark_ray.engine.draft_log import DraftRecord
 
 HELD_OUT_EVERY = 3  # one prompt in this many is held out of the fit that is judged
 MIN_DRAFTS = 200  # of one rule
+MIN_EACH = 30  # blocks that survived a position, and that did not: with fewer, its AUROC is chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class CalibrationReport:
 
     @property
     def auroc_move(self) -> float:
-        """The largest change of AUROC at any position; NaN if none has both outcomes."""
-        moves = [abs(a.auroc - b.auroc) for a, b in zip(self.after, self.before, strict=True)]
-        return max((move for move in moves if not np.isnan(move)), default=float("nan"))
+        """The largest change of AUROC at a position with enough of both outcomes; NaN without any."""
+        pairs = zip(self.before, self.after, strict=True)
+        return max((abs(a.auroc - b.auroc) for b, a in pairs if b.tells), default=float("nan"))
 
     def as_json(self) -> dict[str, object]:
         """Everything as plain values; means of empty bins are null."""
@@ -64,6 +65,7 @@ class Quality:
     ece: float
     auroc: float
     brier: float
+    tells: bool  # there are enough of both outcomes for the AUROC to mean something
     bins: ReliabilityBins
 
     def as_json(self) -> dict[str, object]:
@@ -132,6 +134,7 @@ def _quality(predicted: NDArray[np.float64], outcome: NDArray[np.float64]) -> Qu
         ece(predicted, outcome),
         auroc(predicted, outcome),
         brier(predicted, outcome),
+        min(outcome.sum(), (1.0 - outcome).sum()) >= MIN_EACH,
         reliability_bins(predicted, outcome),
     )
 

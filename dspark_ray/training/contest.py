@@ -35,7 +35,7 @@ class Contestant:
     steps: int
     blocks: int
     num_parameters: int  # trained ones
-    train_s: float  # wall time of all chunks, validation and saving included
+    train_s: float  # wall time of all chunks, validation and saving included, filling the cache not
     finished: bool
     checkpoint: str
     report: ValidationReport | None  # on the held-out texts, once finished
@@ -89,8 +89,8 @@ def _train(name: str, config: TrainingConfig, target: FrozenTarget, stop: Callab
         stored = json.loads(kept.read_text(encoding="utf-8"))
         if stored["steps"] == total_steps:
             return Contestant(**{**stored, "name": name, "report": ValidationReport(**stored["report"])})
+    run = Run(config, target, stop)  # who comes first fills the cache that all read
     clock = _WallTime(config.output / "wall.json")
-    run = Run(config, target, stop)
     learner = run.learner
     if learner.step < total_steps and not stop():
         run.loop()

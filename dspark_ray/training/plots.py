@@ -78,10 +78,10 @@ def plot_sweep(
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
     panels = (
-        ("num_layers", "draft layers", "block_size", block),
-        ("block_size", "block length", "num_layers", depth),
+        ("num_layers", "draft layers", "block_size", block, f"depth, blocks of {block}"),
+        ("block_size", "block length", "num_layers", depth, f"block length, {depth} layers"),
     )
-    for axis, (along, label, fixed, value) in zip(axes, panels, strict=False):
+    for axis, (along, label, fixed, value, title) in zip(axes, panels, strict=False):
         alike = sorted((r for r in rows if r[fixed] == value), key=lambda r: r[along])
         for kind in dict.fromkeys(row["kind"] for row in rows):
             own = [row for row in alike if row["kind"] == kind]
@@ -94,14 +94,14 @@ def plot_sweep(
                     color="C0" if kind == "dspark" else "C1",
                     label=f"{kind}, {name}",
                 )
-        axis.set(xlabel=label, ylabel="τ on held-out texts", xticks=[row[along] for row in alike])
-        axis.set_title(f"{fixed.replace('_', ' ').removeprefix('num ')} {value}")
+        ticks = sorted({row[along] for row in alike})
+        axis.set(xlabel=label, ylabel="τ on held-out texts", xticks=ticks, title=title)
     axes[0].legend(fontsize="small")
     for requests in dict.fromkeys(head["requests"] for head in heads):
-        own = [head for head in heads if head["requests"] == requests]
-        shares = [100 * head["share"] for head in own]
-        axes[2].plot([head["block_size"] for head in own], shares, marker="o", label=f"{requests} requests")
-    axes[2].set(xlabel="block length", ylabel="% of a round", title="sequential head")
+        points = sorted((h["block_size"], 100 * h["share"]) for h in heads if h["requests"] == requests)
+        axes[2].plot(*zip(*points, strict=True), marker="o", label=f"requests: {requests}")
+    axes[2].set(xlabel="block length", ylabel="% of a round's time", title="cost of the sequential head")
+    axes[2].set_xticks(sorted({head["block_size"] for head in heads}))
     axes[2].legend(fontsize="small")
     _save(figure, path)
 
