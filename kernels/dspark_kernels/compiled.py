@@ -69,6 +69,18 @@ class DraftFields(ctypes.Structure):
     ]  # fmt: skip
 
 
+class AcceptFields(ctypes.Structure):
+    """`sampling::Drafts` of csrc/sampling.h."""
+
+    _fields_ = [
+        ("probs", _POINTER), ("drafted", _POINTER), ("row_start", _POINTER),
+        ("uniforms", _POINTER), ("keys", _POINTER),
+        ("draft_probs", _POINTER), ("one_hot", _POINTER), ("vocab_map", _POINTER), ("draft_ids", _POINTER),
+        ("requests", _LONG), ("vocab", _LONG), ("draft_vocab", _LONG),
+        ("counts", _POINTER), ("tokens", _POINTER),
+    ]  # fmt: skip
+
+
 class PackedMatrix:
     """A weight [out, in] in panels. Holds the tensors whose addresses `fields` has."""
 

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from dspark_kernels import huge_pages, torch_ops
-from dspark_kernels.compiled import DraftFields, MatrixFields, PackedMatrix, StackFields, address
+from dspark_kernels.compiled import (
+    AcceptFields,
+    DraftFields,
+    MatrixFields,
+    PackedMatrix,
+    StackFields,
+    address,
+)
 
 if TYPE_CHECKING:
     from dspark_kernels.attention import PagedBatch
@@ -46,6 +53,7 @@ class CpuOps:
         self._noisy = _bind(library, "dspark_noisy_argmax", *[_POINTER] * 4, _LONG, _LONG, _INT)
         self._markov = _bind(library, "dspark_markov_logits", _INT, *[_POINTER] * 5, *[_LONG] * 3, _INT)
         self._filter = _bind(library, "dspark_filtered_probs", _INT, *[_POINTER] * 6, _LONG, _LONG, _INT)
+        self._accept = _bind(library, "dspark_accept", ctypes.POINTER(AcceptFields), _INT)
         self._draw = _bind(library, "dspark_inverse_cdf", *[_POINTER] * 3, _LONG, _LONG, _INT)
         self._chain = _bind(library, "dspark_markov_chain", _INT, *[_POINTER] * 7, *[_LONG] * 4, _INT)
 
@@ -60,7 +68,6 @@ class CpuOps:
 
     # A batch of these is small on a CPU: torch is fast enough.
     leading_matches = staticmethod(torch_ops.leading_matches)
-    accept = staticmethod(torch_ops.accept)
     survival_lengths = staticmethod(torch_ops.survival_lengths)
     scaled_linear = staticmethod(torch_ops.scaled_linear)
 
@@ -168,6 +175,46 @@ class CpuOps:
             torch.get_num_threads(),
         )
         return out
+
+    def accept(
+        self,
+        probs: Tensor,
+        drafted: Tensor,
+        row_start: Tensor,
+        most: int,
+        uniforms: Tensor,
+        keys: Tensor,
+        draft_probs: Tensor | None,
+        one_hot: Tensor | None,
+        vocab_map: Tensor | None,
+        draft_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if probs.dtype != torch.float32 or (draft_probs is not None and draft_probs.dtype != torch.float32):
+            return torch_ops.accept(
+                probs, drafted, row_start, most, uniforms, keys, draft_probs, one_hot, vocab_map, draft_ids
+            )
+        assert drafted.dtype == keys.dtype == torch.int64
+        assert row_start.dtype == torch.int32
+        assert uniforms.dtype == torch.float64
+        assert one_hot is None or one_hot.dtype == torch.bool
+        kept = [
+            None if tensor is None else tensor.contiguous()
+            for tensor in (
+                *(probs, drafted, row_start, uniforms, keys),
+                *(draft_probs, one_hot, vocab_map, draft_ids),
+            )
+        ]
+        counts, tokens = torch.empty((2, len(keys)), dtype=torch.int64)
+        fields = AcceptFields(
+            *map(address, kept),
+            len(keys),
+            probs.shape[1],
+            0 if draft_probs is None else draft_probs.shape[1],
+            counts.data_ptr(),
+            tokens.data_ptr(),
+        )
+        self._accept(fields, torch.get_num_threads())
+        return counts, tokens
 
     def inverse_cdf(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         if weights.dtype != torch.float32 or uniforms.dtype != torch.float64:

@@ -14,6 +14,8 @@ from dspark_kernels.cpu_ops import CpuOps
 from dspark_kernels.linear import PackedLinear
 from torch import Tensor
 
+from tests.ragged_drafts import KINDS, rejection_case
+
 DTYPES = (torch.float32, torch.bfloat16)
 # fp32 sums differ in order only; a bf16 result may round the other way (2^-7 of itself at most), and
 # attention's weights are bf16 too (a little of the largest result).
@@ -534,3 +536,14 @@ def test_markov_logits(cpu: CpuOps, dtype: torch.dtype, requests: int, rank: int
     found = cpu.markov_logits(base, w1, w2, previous)
     torch.testing.assert_close(found, torch_ops.markov_logits(base, w1, w2, previous), rtol=1e-5, atol=1e-4)
     assert not torch.equal(found, base.float())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("vocab", "threads"), [(6, 1), (1031, 1), (9000, 3)])
+def test_rejection(cpu: CpuOps, vocab: int, threads: int, kind: str) -> None:
+    torch.set_num_threads(threads)
+    case = rejection_case(kind, vocab, torch.device("cpu"))
+    found, expected = cpu.accept(*case), torch_ops.accept(*case)
+    assert [t.tolist() for t in found] == [t.tolist() for t in expected]
+    if kind != "p is q":
+        assert expected[0].any()

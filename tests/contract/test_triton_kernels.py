@@ -14,6 +14,7 @@ from dspark_kernels.linear import quantize_fp8, quantize_int8
 from torch import Tensor
 
 from dspark_ray.scheduling.survival import admit_top, survival
+from tests.ragged_drafts import KINDS, ragged_drafts, rejection_case
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dspark-ray[gpu]'")
 
@@ -369,12 +370,6 @@ def test_scaled_linear(device, dtype, rows, size, kind):
 # --- acceptance
 
 
-def ragged_drafts(lengths: list[int], vocab: int, device: torch.device):
-    rows = sum(lengths) + len(lengths)
-    start = torch.tensor([0, *itertools.accumulate(n + 1 for n in lengths)], dtype=torch.int32, device=device)
-    return rows, start, torch.randint(0, vocab, (rows,), device=device)
-
-
 @pytest.mark.parametrize("lengths", [[0], [3], [7, 8, 0, 15, 1], [16, 4]])
 def test_leading_matches(device, lengths):
     rows, start, drafted = ragged_drafts(lengths, 2, device)
@@ -387,31 +382,11 @@ def test_leading_matches(device, lengths):
     assert following.tolist() == drafted[start[1:].long() - 1].tolist()
 
 
-@pytest.mark.parametrize("kind", ["one hot", "q", "some one hot", "reduced vocabulary", "p is q"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocab", [6, _TILE + 2, _CHUNK + 9])
 def test_rejection(device, vocab, kind):
-    lengths = [3, 0, 8, 7, 1, 1, 2]
-    rows, start, drafted = ragged_drafts(lengths, vocab, device)
-    probs = torch.softmax(torch.randn(rows, vocab, device=device) * 2, dim=-1)
-    uniforms = torch.rand(rows, device=device, dtype=torch.float64)
-    keys = torch.randint(-(2**63), 2**63 - 1, (len(lengths),), device=device)
-    q = torch.softmax(torch.randn(rows, vocab, device=device) * 2, dim=-1)
-    extra: tuple[Tensor | None, ...] = {
-        "one hot": (None, None, None, None),
-        "q": (q, None, None, None),
-        "some one hot": (q, torch.arange(len(lengths), device=device) % 2 == 0, None, None),
-        "p is q": (probs.clone(), None, None, None),
-        "reduced vocabulary": (None, None, None, None),
-    }[kind]
-    if kind == "reduced vocabulary":
-        vocab_map = torch.randperm(vocab, device=device)[: vocab // 2].sort().values
-        draft_ids = torch.randint(0, len(vocab_map), (rows,), device=device)
-        drafted = vocab_map[draft_ids]
-        extra = (torch.softmax(q[:, : len(vocab_map)], dim=-1), None, vocab_map, draft_ids)
-    if kind == "p is q":
-        uniforms.fill_(1.0)  # rejected by rounding, as it were: nothing is left of p − q
-    found = triton_ops.accept(probs, drafted, start, max(lengths), uniforms, keys, *extra)
-    expected = torch_ops.accept(probs, drafted, start, max(lengths), uniforms, keys, *extra)
+    case = rejection_case(kind, vocab, device)
+    found, expected = triton_ops.accept(*case), torch_ops.accept(*case)
     assert [t.tolist() for t in found] == [t.tolist() for t in expected]
 
 

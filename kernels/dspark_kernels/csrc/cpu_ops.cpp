@@ -125,6 +125,10 @@ void dspark_filtered_probs(int type, void* out, const void* logits, const void* 
   });
 }
 
+void dspark_accept(const sampling::Drafts* drafts, int threads) {
+  on_team(team(threads, drafts->requests * drafts->vocab), [&] { sampling::accept(*drafts); });
+}
+
 void dspark_inverse_cdf(void* out, const void* weights, const void* uniforms, int64_t rows, int64_t size, int threads) {
   on_team(team(threads, rows * size),
           [&] { sampling::draw_rows((int64_t*)out, (const float*)weights, (const double*)uniforms, rows, size); });

@@ -6,8 +6,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "choose.h"
+#include "noise.h"
 #include "vec.h"
 
 namespace sampling {
@@ -167,6 +169,60 @@ static inline int64_t draw(const float* weights, int64_t size, double u) {
 static inline void draw_rows(int64_t* out, const float* weights, const double* uniforms, int64_t rows, int64_t size) {
 #pragma omp for schedule(static)
   for (int64_t n = 0; n < rows; n++) out[n] = draw(weights + n * size, size, uniforms[n]);
+}
+
+// R requests with their rows side by side: one for each of ℓ draft tokens, which it decides about, and one after them.
+struct Drafts {
+  const float* probs;        // [M, vocab]
+  const int64_t* drafted;    // [M] target ids
+  const int32_t* row_start;  // [R + 1]
+  const double* uniforms;    // [M]
+  const int64_t* keys;       // [R] of the draw of the token after those that stand
+  const float* draft_probs;  // [M, draft_vocab], or null: all are one-hot
+  const bool* one_hot;       // [R], or null: nobody's are
+  const int64_t *vocab_map, *draft_ids;  // [draft_vocab], [M], or null: the same ids
+  int64_t requests, vocab, draft_vocab;
+  int64_t *counts, *tokens;  // out: [R]
+};
+
+// The rejection rule (Leviathan et al. 2023): x stands iff u · q(x) < p(x); at the first that does not, the token is drawn from
+// max(0, p − q).
+static inline void accept_one(const Drafts& a, int64_t r) {
+  const int64_t start = a.row_start[r], length = a.row_start[r + 1] - start - 1;
+  const bool hot = !a.draft_probs || (a.one_hot && a.one_hot[r]);
+  int64_t count = 0;
+  for (; count < length; count++) {
+    const int64_t row = start + count, token = a.drafted[row];
+    const double q = hot ? 1.0 : a.draft_probs[row * a.draft_vocab + (a.draft_ids ? a.draft_ids[row] : token)];
+    if (!(a.uniforms[row] * q < double(a.probs[row * a.vocab + token]))) break;
+  }
+  const int64_t row = start + count;
+  const float* weights = a.probs + row * a.vocab;
+  static thread_local std::vector<float> residual;
+  if (count < length) {
+    residual.assign(weights, weights + a.vocab);
+    if (hot) {
+      residual[a.drafted[row]] -= 1.0f;
+    } else {
+      const float* q = a.draft_probs + row * a.draft_vocab;
+      for (int64_t i = 0; i < a.draft_vocab; i++) residual[a.vocab_map ? a.vocab_map[i] : i] -= q[i];
+    }
+    vf total = splat(0);
+    for (int64_t i = 0; i < a.vocab; i += W) {
+      const vf left = vmax(load_some(residual.data() + i, a.vocab - i), splat(0));
+      total += left;
+      store_some(residual.data() + i, left, a.vocab - i);
+    }
+    // p = q up to rounding leaves nothing: the rejection itself was rounding, and p is what is owed.
+    if (sum(total) > 0) weights = residual.data();
+  }
+  a.counts[r] = count;
+  a.tokens[r] = noise::draw(weights, uint64_t(a.keys[r]), nullptr, a.vocab);
+}
+
+static inline void accept(const Drafts& a) {
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t r = 0; r < a.requests; r++) accept_one(a, r);
 }
 
 }  // namespace sampling
