@@ -1,6 +1,7 @@
 # dspark-ray.  `make serve` answers from a real model on port 8000; `make test` runs every test.
 #
-#   make serve CONFIG=configs/other.yaml     another model, another port, more replicas
+#   make serve CONFIG=configs/other.yaml     another model, more replicas
+#   make serve PORT=8001                     another port
 #   make serve PYTHON=python3.12 VENV=/tmp/v another interpreter, another place
 #   make serve TORCH=torch                   the newest torch, e.g. for a GPU
 
@@ -56,8 +57,8 @@ setup-vllm:  ## an environment of its own, .venv-vllm, with vLLM's CPU build
 fetch: setup  ## download and convert the default model, once
 	@$(BIN)/dspark-ray fetch
 
-serve: fetch  ## a server on port 8000 with a real model
-	@$(BIN)/dspark-ray serve $(CONFIG)
+serve: fetch  ## a server with a real model on port 8000 [PORT=...]
+	@$(BIN)/dspark-ray serve $(CONFIG) $(if $(PORT),--port $(PORT))
 
 demo: fetch  ## none, EAGLE-3, DSpark fixed and adaptive side by side: PROMPTS="a.jsonl b.jsonl" [EAGLE3_DIR=...]
 	$(BIN)/python -c 'import matplotlib, psutil' 2> /dev/null || $(BIN)/python -m pip install --progress-bar=off -e ".[bench]"

@@ -1,6 +1,6 @@
 """Runs a Serve config until SIGINT or SIGTERM, as `serve run CONFIG` does; a failed deployment ends it.
 
-    python -m deployments.run configs/smollm2-135m-cpu.yaml
+    python -m deployments.run configs/smollm2-135m-cpu.yaml [PORT]
 
 `dspark-ray serve` starts this as its child. With RAY_ADDRESS set it deploys to that cluster. The exit status
 is 1 if an application could not be deployed, with the reason in one line on stderr; else 0.
@@ -33,9 +33,11 @@ class DeployError(DsparkError):
     """An application that will not run."""
 
 
-def main(path: Path) -> int:
-    """Deploys and waits; the exit status."""
+def main(path: Path, port: int | None = None) -> int:
+    """Deploys and waits; the exit status. `port` replaces the config's."""
     config = ServeDeploySchema.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    if port is not None:
+        config.http_options.port = port
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     failure = None
@@ -98,4 +100,4 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3])))

@@ -26,6 +26,7 @@ from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import SamplingParams, VerificationMode
 from dspark_ray.engine.build import build_engine
 from dspark_ray.models.drafters.checkpoint import load_checkpoint
+from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.training.config import TrainingConfig, load_training_config
@@ -107,7 +108,8 @@ def _engine_rows(
         {"drafter": drafter, "mode": VerificationMode.FIXED, "num_draft_tokens": found.block_size}
     )
     config = AppConfig(model=ModelConfig(source=str(base.target)), speculation=speculation)
-    engine, tokenizer = build_engine(config, model_dir=base.target), Tokenizer.load(base.target)
+    model_dir = resolve_model(str(base.target))
+    engine, tokenizer = build_engine(config, model_dir=model_dir), Tokenizer.load(model_dir)
     rows = []
     for path in options.prompts:
         prompts = [prompt.token_ids for prompt in read_prompts(path, tokenizer, options.limit)]

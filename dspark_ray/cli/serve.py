@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -51,6 +51,9 @@ class HttpAddress:
 
 def serve(
     config: Annotated[Path, typer.Argument(help="A Serve config, e.g. configs/smollm2-135m-cpu.yaml.")],
+    port: Annotated[
+        int | None, typer.Option(min=1, max=_MAX_PORT, help="Instead of the config's http_options.port.")
+    ] = None,
 ) -> None:
     """Serve the model of CONFIG over an OpenAI-compatible API until Ctrl-C.
 
@@ -62,10 +65,12 @@ def serve(
     checked = load_config(config)
     require_sound(checked)
     address = read_address(config)
+    if port is not None:
+        address = replace(address, port=port)
     if "RAY_ADDRESS" not in os.environ:
         check_port_is_free(address)
     _say(f"starting {checked.model.id} ({checked.speculation.mode}) from {config}")
-    command = [sys.executable, "-m", "deployments.run", str(config)]
+    command = [sys.executable, "-m", "deployments.run", str(config), *([] if port is None else [str(port)])]
     with _StopSignals() as signals:  # before the child, which must not inherit an ignored SIGINT
         child = subprocess.Popen(command, start_new_session=True, env=_environment())
         probe = threading.Thread(target=_announce, args=(address, checked.model.id), daemon=True)
@@ -110,7 +115,7 @@ def check_port_is_free(address: HttpAddress) -> None:
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {address.host}:{address.port} ({error.strerror}): stop the other server "
-                "or change http_options in the config; to deploy to a running Ray cluster set RAY_ADDRESS"
+                "or choose another --port; to deploy to a running Ray cluster set RAY_ADDRESS"
             ) from error
 
 

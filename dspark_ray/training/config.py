@@ -102,7 +102,7 @@ class LossConfig(Section):
 class TrainingConfig(Section):
     """One training run. Same folder, same config: it continues where it stopped."""
 
-    target: Path = Field(description="Hugging Face directory of the target")
+    target: Path = Field(description="as model.source: default, a directory or a hub id")
     data: tuple[Path, ...] = Field(description="JSON lines files; they may grow during the run")
     output: Path = Field(description="folder of the run: state, log, exported checkpoint")
     start_from: Path | None = Field(None, description="checkpoint whose weights a new run starts from")

@@ -9,6 +9,7 @@ from dspark_kernels.attention import PagedBatch
 from torch import Tensor
 
 from dspark_ray.core.digest import digest_json, sha256_file
+from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.models.weights import safetensors_files
 
@@ -38,12 +39,13 @@ class FrozenTarget(Protocol):
 class TransformersTarget:
     """A Hugging Face causal language model, gradients off."""
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, source: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """`source` as `resolve_model` takes it; raises what that raises."""
         from transformers import AutoModelForCausalLM  # slow to import, and only needed here
 
-        self._model_dir = model_dir
+        self._model_dir = resolve_model(str(source))
         self._model = (
-            AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval().requires_grad_(False)
+            AutoModelForCausalLM.from_pretrained(self._model_dir, dtype=dtype).eval().requires_grad_(False)
         )
         self.embedding = self._model.get_input_embeddings().weight
         self.head_weight = self._model.get_output_embeddings().weight

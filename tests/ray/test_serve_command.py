@@ -34,7 +34,7 @@ def start(folder: Path, import_path: str, **args: Any) -> "subprocess.Popen[str]
         port = probe.getsockname()[1]
     document = {
         "proxy_location": "HeadOnly",
-        "http_options": {"port": port},
+        "http_options": {"port": 1},  # what --port says counts
         "applications": [
             {"name": "served", "route_prefix": "/llm", "import_path": import_path, "args": args}
         ],
@@ -44,7 +44,7 @@ def start(folder: Path, import_path: str, **args: Any) -> "subprocess.Popen[str]
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     python_path = f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "serve", str(path)],
+        [sys.executable, "-c", PROGRAM, "serve", str(path), "--port", str(port)],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
