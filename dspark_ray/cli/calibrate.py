@@ -23,6 +23,7 @@ from dspark_ray.cli.common import (
     verifying_everything,
     write_json,
 )
+from dspark_ray.cli.evaluate import with_drafter
 from dspark_ray.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ RULE_TEMPERATURES = {"greedy": 0.0, "rejection": 1.0, "shared_noise": 1.0}
 def calibrate(
     config: ConfigOption,
     prompts: PromptsOption,
+    drafter: Annotated[
+        Path | None,
+        typer.Option("--drafter", "-d", help="This checkpoint, not the configuration's.", metavar="DIR"),
+    ] = None,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -62,13 +67,14 @@ def calibrate(
     from dspark_ray.models.prompts import read_prompts, read_raw_prompts
     from dspark_ray.training.calibrate import calibrate as fit
 
-    plain = with_local_drafter(verifying_everything(load_config(config)))
-    drafter = plain.speculation.drafter
-    if drafter.kind != "dspark" or drafter.path is None:
+    checked = verifying_everything(load_config(config))
+    plain = with_local_drafter(checked if drafter is None else with_drafter(checked, str(drafter)))
+    found = plain.speculation.drafter
+    if found.kind != "dspark" or found.path is None:
         raise ConfigError(
-            f"{config} has no DSpark drafter: other drafters learn their confidences as they go"
+            f"{drafter or config} has no DSpark drafter: other drafters learn their confidences as they go"
         )
-    checkpoint = Path(drafter.path)
+    checkpoint = Path(found.path)
     read_raw_prompts(prompts, limit)  # a file that is wrong is said before the model is loaded
     with tempfile.TemporaryDirectory() as folder:
         local = load_engine(_uncalibrated(plain, checkpoint, Path(folder)), profiled=False)
