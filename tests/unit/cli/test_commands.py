@@ -241,6 +241,9 @@ def test_calibrate_needs_a_drafter_with_confidences(tmp_path: Path) -> None:
     result = invoke("calibrate", "-c", path, "-p", path)
     assert result.exit_code == USER_ERROR
     assert "no DSpark drafter" in result.stderr
+    result = invoke("calibrate", "-c", path, "-p", path, "-d", "nowhere")
+    assert result.exit_code == USER_ERROR
+    assert "'nowhere' is no directory" in result.stderr
 
 
 def test_profile_refuses_what_it_cannot_measure(tmp_path: Path) -> None:
