@@ -1,7 +1,15 @@
-"""What the documents tell people to type and open exists; the toy runs."""
+"""What the documents tell people to type and open exists, and its arguments parse; the toy runs.
 
+A command of the program or of a benchmark is read by its own parser: options, values and the number of
+arguments. Nothing is carried out; the files that commands name are looked for apart.
+"""
+
+import argparse
+import json
 import re
+import runpy
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +25,12 @@ PATH = re.compile(
     r"\b(?:configs|cluster|benchmarks|models|docs|tests|dspark_ray|deployments|kernels)/[\w./-]*\w"
 )
 COMMAND = re.compile(r"(?:^|`|\s)dspark-ray ([a-z-]+)([^`\n|#]*)", re.MULTILINE)
+TYPED = re.compile(
+    r"^ *dspark-ray ([a-z-]+)([^`\n#]*)", re.MULTILINE
+)  # a line of its own: all of it is there
+SHELL = re.compile(r"\s(?:\||>>?|&&)\s")
+SCRIPT = re.compile(r"(?:^|`|\s|\d )(?:[\w./-]*/)?python (benchmarks/[\w/]+\.py)([^`\n|#>]*)", re.MULTILINE)
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GENERATED = ("benchmarks/results/NAME",)
 
 
@@ -30,16 +44,73 @@ def names(pages: list[Path]) -> list[str]:
     return [str(page.relative_to(ROOT)) for page in pages]
 
 
+def text_of(page: Path) -> str:
+    """With commands over several lines put into one."""
+    return re.sub(r"\\\n\s*", "", page.read_text())
+
+
+def script_calls() -> list[tuple[str, str]]:
+    """Each call of a benchmark in any document: script, arguments."""
+    return sorted(
+        {(script, rest.strip()) for page in PAGES for script, rest in SCRIPT.findall(text_of(page))}
+    )
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_commands_and_their_options_exist(page: Path) -> None:
+def test_commands_parse(page: Path) -> None:
     known = commands()
-    for name, rest in COMMAND.findall(page.read_text()):
+    for name, rest in COMMAND.findall(text_of(page)):
         assert name in known, f"dspark-ray {name}"
-        options = {option for parameter in known[name].params for option in parameter.opts} | {"--help"}
-        options |= {option for parameter in known[name].params for option in parameter.secondary_opts}
+        options = {option for one in known[name].params for option in (*one.opts, *one.secondary_opts)}
         for word in shlex.split(rest.replace("'", "")):
             if re.fullmatch(r"--?[a-z][a-z-]*", word):
-                assert word in options, f"dspark-ray {name} {word}"
+                assert word in options | {"--help"}, f"dspark-ray {name} {word}"
+    for name, rest in TYPED.findall(text_of(page)):
+        command, words = known[name], shlex.split(SHELL.split(rest)[0])
+        context = command.context_class(command, info_name=name)
+        values, positional, _ = command.make_parser(context).parse_args(args=words)
+        missing = [one.name for one in command.params if one.required and values.get(one.name) is None]
+        assert not missing or "help" in values, f"dspark-ray {name} {rest}: without {missing}"
+        assert not positional, f"dspark-ray {name} {rest}: {positional} is too much"
+
+
+class Parsed(Exception):
+    """A script's arguments were right; it must not go on."""
+
+
+@pytest.mark.parametrize(("script", "rest"), script_calls())
+def test_benchmarks_take_their_arguments(script: str, rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(parser: argparse.ArgumentParser, *arguments: Any) -> None:
+        if parser.prog == Path(script).name:
+            parse(parser, *arguments)
+            raise Parsed
+
+    words = shlex.split(SHELL.split(rest)[0])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    before = set(sys.modules)
+    try:
+        with pytest.raises((Parsed, SystemExit)) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        for name in set(sys.modules) - before:  # folders have modules of one name
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "benchmarks")):
+                del sys.modules[name]
+    assert ended.type is Parsed or ("--help" in words and ended.value.code == 0), f"{script} {rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_blocks_of_code_are_what_they_say(page: Path) -> None:
+    for language, block in BLOCK.findall(page.read_text()):
+        if language == "yaml":
+            yaml.safe_load(block)
+        elif language == "json":
+            json.loads(block)
+        elif language == "python":
+            compile(block, str(page), "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
