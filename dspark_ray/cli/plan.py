@@ -33,6 +33,13 @@ def plan(
         list[int] | None,
         typer.Option(min=1, help="Fixed lengths to compare; repeatable. Default: 1, γ/2, γ."),
     ] = None,
+    fleet_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Adaptive under this fleet policy too (shared_cap, weighted, lockstep, local); repeatable.",
+            metavar="NAME",
+        ),
+    ] = None,
     check: Annotated[
         bool, typer.Option(help="Simulate each answer and let the fleet grow until it holds.")
     ] = True,
@@ -62,6 +69,7 @@ def plan(
             checked,
             target=target,
             fixed=fixed,
+            fleet_policies=fleet_policy or (),
             check=check,
             on_stage=lambda what: status.update(f"planning: {what}"),
         )
@@ -120,7 +128,8 @@ def _print(scenario: "Scenario", answers: "list[Answer]") -> None:
         f"{scenario.arrivals.rate_per_s:g} requests/s, TPOT ≤ {slo.tpot_ms:g} ms, TTFT ≤ {slo.ttft_ms:g} ms"
     )
     columns = ("policy", "kind", "replicas", "requests each", "TPOT ms", "budget", "τ", "req/s of one")
-    checked = ("met SLO", "goodput tok/s", "cost/h", "cost/M tokens")
+    owed = any(answer.targets_reached is not None for answer in answers)
+    checked = ("met SLO", *(["met target"] if owed else []), "goodput tok/s", "cost/h", "cost/M tokens")
     table = Table(*columns, *checked, title=title, title_justify="left")
     for answer in answers:
         values = (
@@ -133,6 +142,7 @@ def _print(scenario: "Scenario", answers: "list[Answer]") -> None:
             f"{answer.tau:.2f}",
             _number(answer.requests_per_s_alone, ".2f"),
             _number(answer.slo_attainment, ".1%"),
+            *([_number(answer.targets_reached, ".1%")] if owed else []),
             _number(answer.goodput_tokens_per_s, ".0f"),
             _number(answer.cost_per_hour, ".2f"),
             _number(answer.cost_per_million_good_tokens, ".3f"),

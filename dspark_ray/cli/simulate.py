@@ -97,6 +97,9 @@ def readable(figures: dict[str, Any]) -> dict[str, Any]:
     for name in ("refused", "preemptions", "resumed", "unanswered"):
         if figures[name]:
             shown[name] = figures[name]
+    for name, task in figures["tasks"].items():
+        if task["reached_target"] is not None:
+            shown[f"{name}: requests that had their speed"] = task["reached_target"]
     if figures["cost"]:
         shown["cost"] = figures["cost"]
         shown["cost of a million good tokens"] = figures["cost_per_million_good_tokens"]

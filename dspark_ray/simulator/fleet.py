@@ -42,9 +42,20 @@ class Fleet:
     """N replicas of S slots, each with a queue of Q places."""
 
     def __init__(
-        self, limits: Limits, law: Law, tally: Tally, *, max_stride: int = 8, natural_ends: bool = True
+        self,
+        limits: Limits,
+        law: Law,
+        tally: Tally,
+        *,
+        max_stride: int = 8,
+        natural_ends: bool = True,
+        steps_together: bool = False,
     ) -> None:
-        """natural_ends: an answer's end is not foreseen, so drafts reach past it; else it is max_tokens."""
+        """natural_ends: an answer's end is not foreseen, so drafts reach past it; else it is max_tokens.
+        steps_together: replicas with requests begin their steps together, when the slowest has ended its own.
+        """
+        assert not steps_together or law.exact, "only single steps can end together"
+        self._steps_together = steps_together
         count = len(limits.max_running)
         slots = int(limits.max_running.max())
         places = int(limits.max_waiting.max()) + slots  # every running one may be preempted
@@ -154,8 +165,16 @@ class Fleet:
         busy = live.any(axis=1)
         idle = replicas[~busy]
         self.clock_ms[idle] = np.minimum(until_ms, np.maximum(self._queue.next_ms(idle), self.clock_ms[idle]))
+        if self._steps_together and busy.any():
+            self._meet(replicas[busy])
+            busy &= self.clock_ms[replicas] < until_ms
         if busy.any():
             self._run(replicas[busy], live[busy], until_ms)
+
+    def _meet(self, replicas: IntArray) -> None:
+        """Those that begin a step wait for the group: nobody's clock is behind the latest member's."""
+        members = np.flatnonzero(self.up & self._live.any(axis=1))
+        self.clock_ms[replicas] = self.clock_ms[members].max()
 
     def _used_slots(self) -> int:
         """Slots up to the last one in use anywhere: free ones are taken from the front, and cost no time."""
@@ -203,6 +222,8 @@ class Fleet:
         still = (decoding | first) & ~ended
         alive = own_steps.sum(axis=1) / steps.num_steps
         step_ms = self._law.finish(steps, alive, still, remaining)
+        if self._steps_together:
+            step_ms = np.full_like(step_ms, step_ms.max())
         self.clock_ms[replicas] = now_ms + step_ms * steps.num_steps
         self._note(steps, emitted.verified, alive, tokens, first, step_ms)
         if first.any():
@@ -256,6 +277,7 @@ class Fleet:
             first_ms=self._first_ms[mine, slots],
             ended_ms=at_ms,
             tokens=self._emitted[mine, slots],
+            task=self._task[mine, slots],
         )
         self._finished.append(at_ms)
 

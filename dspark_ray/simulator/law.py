@@ -70,8 +70,10 @@ class Law(Protocol):
 
     def apply(self, replica: int, plan: StepPlan) -> None: ...
 
-    def survival_report(self, replica: int, decoding: IntArray, tasks: IntArray) -> FloatArray:
-        """Scores of the decoding slots, as the engine reports them. → [≤ R, γ]"""
+    def survival_report(
+        self, replica: int, decoding: IntArray, tasks: IntArray
+    ) -> tuple[FloatArray, IntArray]:
+        """Scores of the decoding slots, as the engine reports them, and whose. → [≤ R, γ], [≤ R]"""
         ...
 
     def drafted_tokens(self) -> float: ...
@@ -131,7 +133,9 @@ class ExactLaw:
     def apply(self, replica: int, plan: StepPlan) -> None:
         self._policies[replica].apply(plan)
 
-    def survival_report(self, replica: int, decoding: IntArray, tasks: IntArray) -> FloatArray:
+    def survival_report(
+        self, replica: int, decoding: IntArray, tasks: IntArray
+    ) -> tuple[FloatArray, IntArray]:
         return self._policies[replica].survival_report(decoding)
 
     def drafted_tokens(self) -> float:
@@ -262,8 +266,10 @@ class LoadLaw:
             None if rate is None else round(float(np.log(max(rate, 1.0)) / np.log(self._CAP_STEP)))
         )
 
-    def survival_report(self, replica: int, decoding: IntArray, tasks: IntArray) -> FloatArray:
-        return np.asarray(self._bank.survival[self._bank.start(tasks, self._rng)])
+    def survival_report(
+        self, replica: int, decoding: IntArray, tasks: IntArray
+    ) -> tuple[FloatArray, IntArray]:
+        return np.asarray(self._bank.survival[self._bank.start(tasks, self._rng)]), decoding
 
     def drafted_tokens(self) -> float:
         return self._drafted

@@ -14,6 +14,7 @@ Then in traffic: the simulator runs the fleet, which grows until enough requests
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from dspark_ray.core.types import VerificationMode
 from dspark_ray.simulator.capacity import LoadPoint, ReplicaCapacity
 from dspark_ray.simulator.law import Machine, SteadyLoad, steady_load
 from dspark_ray.simulator.policy import SpeculationSettings
-from dspark_ray.simulator.run import Setting, prepare, simulate
+from dspark_ray.simulator.run import Setting, prepare, simulate, speculation_settings
 from dspark_ray.simulator.scenario import Scenario
 
 OnStage = Callable[[str], None]
@@ -37,6 +38,7 @@ class Candidate:
     name: str
     mode: VerificationMode
     fixed_tokens: int | None = None
+    fleet_policy: str | None = None  # None: the scenario's
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +75,17 @@ class Answer:
     tau: float
     requests_per_s_alone: float | None  # that one replica alone carries at the TPOT; None: not even a few
     slo_attainment: float | None  # simulated; None: not simulated
+    targets_reached: float | None  # simulated: of the requests that are owed a speed, those that had it
     goodput_tokens_per_s: float | None
     cost_per_hour: float
     cost_per_million_good_tokens: float | None
 
 
-def candidates(num_draft_tokens: int, fixed: Sequence[int] | None = None) -> list[Candidate]:
-    """No speculation, fixed lengths (1 is what MTP-1 does), Algorithm 1 and adaptive."""
+def candidates(
+    num_draft_tokens: int, fixed: Sequence[int] | None = None, fleet_policies: Sequence[str] = ()
+) -> list[Candidate]:
+    """No speculation, fixed lengths (1 is what MTP-1 does), Algorithm 1 and adaptive, the last one also under
+    each of the fleet policies."""
     lengths = sorted({1, (num_draft_tokens + 1) // 2, num_draft_tokens} if fixed is None else set(fixed))
     if any(not 1 <= length <= num_draft_tokens for length in lengths):
         raise ConfigError(f"fixed lengths must be from 1 to num_draft_tokens ({num_draft_tokens})")
@@ -88,6 +94,10 @@ def candidates(num_draft_tokens: int, fixed: Sequence[int] | None = None) -> lis
         *(Candidate(f"fixed {k}", VerificationMode.FIXED, k) for k in lengths),
         Candidate("algorithm1", VerificationMode.ALGORITHM1),
         Candidate("adaptive", VerificationMode.ADAPTIVE),
+        *(
+            Candidate(f"adaptive, {policy}", VerificationMode.ADAPTIVE, None, policy)
+            for policy in fleet_policies
+        ),
     ]
 
 
@@ -121,6 +131,7 @@ def plan(
     *,
     target: float = 0.95,
     fixed: Sequence[int] | None = None,
+    fleet_policies: Sequence[str] = (),
     check: bool = True,
     on_stage: OnStage | None = None,
 ) -> tuple[list[Answer], list[Curve]]:
@@ -130,14 +141,19 @@ def plan(
     """
     if scenario.arrivals.rate_per_s is None:
         raise ConfigError("a plan needs arrivals with a rate (poisson, bursty or diurnal)")
-    setting = prepare(scenario)
+    under = {policy: scenario.under(policy) for policy in fleet_policies}
+    prepared = prepare(scenario)
     curves, answers = [], []
-    for kind in range(len(setting.machines)):
-        for candidate in candidates(scenario.speculation.num_draft_tokens, fixed):
+    for kind in range(len(prepared.machines)):
+        for candidate in candidates(scenario.speculation.num_draft_tokens, fixed, fleet_policies):
             _tell(on_stage, f"{candidate.name} on kind {kind + 1}")
-            found = curve(scenario, setting, candidate, kind)
+            mine, setting = scenario, prepared
+            if candidate.fleet_policy is not None:
+                mine = under[candidate.fleet_policy]
+                setting = replace(prepared, settings=speculation_settings(mine))
+            found = curve(mine, setting, candidate, kind)
             curves.append(found)
-            answers.append(_answer(scenario, setting, found, target, check))
+            answers.append(_answer(mine, setting, found, target, check))
     answers.sort(
         key=lambda a: (a.replicas is None, a.cost_per_hour, a.replicas or 0, -(a.slo_attainment or 0))
     )
@@ -169,10 +185,11 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
         tpot_ms += share * (above_tpot_ms - tpot_ms)
     peak = _peak_rate(scenario)
     count = int(np.ceil(peak * service_s))
-    attainment = goodput = None
+    attainment = goodput = reached = None
     if meeting and check:
         count, figures = _grown(scenario, found, count, target)
         attainment, goodput = figures["slo_attainment"], figures["goodput_tokens_per_s"]
+        reached = _targets_reached(figures["tasks"])
     cost = spec.price_per_hour * count
     alone = capacity(scenario, setting, found).most(scenario.slo.tpot_ms)
     return Answer(
@@ -185,6 +202,7 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
         tau=point.tau,
         requests_per_s_alone=None if alone is None else alone.rate_per_s,
         slo_attainment=attainment,
+        targets_reached=reached,
         goodput_tokens_per_s=goodput,
         cost_per_hour=cost,
         cost_per_million_good_tokens=cost / 3600 / goodput * 1e6 if goodput else None,
@@ -203,9 +221,15 @@ def _service(setting: Setting, machine: Machine, point: Point) -> tuple[float, f
     return service_ms / 1e3, point.requests * service_ms / decoded
 
 
-def _grown(scenario: Scenario, found: Curve, count: int, target: float) -> tuple[int, dict[str, float]]:
+def _targets_reached(tasks: dict[str, dict[str, Any]]) -> float | None:
+    owed = [task for task in tasks.values() if task["reached_target"] is not None and task["answers"]]
+    total = sum(task["answers"] for task in owed)
+    return sum(task["answers"] * task["reached_target"] for task in owed) / total if total else None
+
+
+def _grown(scenario: Scenario, found: Curve, count: int, target: float) -> tuple[int, dict[str, Any]]:
     """The fleet size that meets the target in traffic, and what the simulation said of it."""
-    figures: dict[str, float] = {}
+    figures: dict[str, Any] = {}
     for growth in range(_MOST_GROWTHS + 1):
         figures = simulate(_with_fleet(scenario, found, count)).figures
         if figures["slo_attainment"] >= target or growth == _MOST_GROWTHS:
@@ -226,7 +250,7 @@ def _with_fleet(scenario: Scenario, found: Curve, count: int) -> Scenario:
             "speculation": speculation,
             "faults": (),
             "autoscaling": None,
-            "law": "load",
+            "law": "auto" if scenario.steps_together else "load",
         }
     )
 

@@ -5,14 +5,14 @@ print(result.figures["tokens_per_s"], result.figures["tpot_ms"]["p50"])
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_ray.core.types import FleetView, IntArray, StepPlan, SurvivalReport
+from dspark_ray.core.types import SERVICE_TIERS, FleetView, IntArray, RowClaims, StepPlan, SurvivalReport
 from dspark_ray.scheduling.fleet import FLEET_POLICIES
 from dspark_ray.scheduling.load import request_counts, throughput_curve
 from dspark_ray.scheduling.step_table import StepTable
@@ -28,7 +28,7 @@ from dspark_ray.simulator.law import ExactLaw, Law, LoadLaw, Machine
 from dspark_ray.simulator.policy import SpeculationSettings
 from dspark_ray.simulator.routing import ROUTERS, ReplicaFacts
 from dspark_ray.simulator.scaling import Presence, Scaling
-from dspark_ray.simulator.scenario import LengthSpec, Scenario, SpeculationSpec, TaskSpec
+from dspark_ray.simulator.scenario import LengthSpec, Scenario, TaskSpec
 from dspark_ray.simulator.tally import Tally
 from dspark_ray.simulator.workload import (
     Batch,
@@ -92,7 +92,7 @@ def prepare(scenario: Scenario, tables: dict[str, StepTable] | None = None) -> S
         for share, task in zip(shares, scenario.tasks, strict=True)
     )
     return Setting(
-        settings=speculation_settings(spec),
+        settings=speculation_settings(scenario),
         machines=machines,
         kinds=np.repeat(np.arange(len(machines)), [kind.count for kind in scenario.replicas]),
         bank=AcceptanceBank([_blocks(task, spec.num_draft_tokens, rng) for task in scenario.tasks]),
@@ -101,9 +101,21 @@ def prepare(scenario: Scenario, tables: dict[str, StepTable] | None = None) -> S
     )
 
 
-def speculation_settings(spec: SpeculationSpec) -> SpeculationSettings:
-    return SpeculationSettings(
+def speculation_settings(scenario: Scenario) -> SpeculationSettings:
+    """How a scenario speculates, and what its requests claim."""
+    spec, scheduler = scenario.speculation, scenario.scheduler
+    plain = SpeculationSettings(
         spec.mode, spec.num_draft_tokens, spec.fixed_tokens, spec.threshold, spec.current_scores
+    )
+    if scheduler.policy != "weighted":
+        return plain
+    targets = [task.target_tokens_per_s or 0.0 for task in scenario.tasks]
+    claims = RowClaims(
+        np.array([SERVICE_TIERS.index(task.tier) for task in scenario.tasks], dtype=np.int64),
+        np.array(targets, dtype=np.float32),
+    )
+    return replace(
+        plain, tiers=scheduler.tier_terms(), target_boost=scheduler.target_boost, task_claims=claims
     )
 
 
@@ -135,10 +147,15 @@ class _Simulation:
             from_ms=scenario.warm_up_s * 1e3,
             ttft_ms=scenario.slo.ttft_ms,
             tpot_ms=scenario.slo.tpot_ms,
+            targets_per_s=[task.target_tokens_per_s for task in scenario.tasks],
         )
         self._law = _law(scenario, setting, law_rng)
         self._fleet = Fleet(
-            _limits(scenario, setting.kinds), self._law, self._tally, max_stride=scenario.max_stride
+            _limits(scenario, setting.kinds),
+            self._law,
+            self._tally,
+            max_stride=scenario.max_stride,
+            steps_together=scenario.steps_together,
         )
         self._router = ROUTERS.get(scenario.router)(router_rng, _facts(setting))
         self._workload = _workload(scenario, setting.mix, workload_rng, requests)
@@ -231,6 +248,8 @@ class _Simulation:
 
     def _result(self) -> Result:
         figures = self._tally.figures(self._law.drafted_tokens())
+        names = [task.name for task in self._scenario.tasks]
+        figures["tasks"] = dict(zip(names, self._tally.by_task(), strict=True))
         prices = np.array([kind.price_per_hour for kind in self._scenario.replicas])[self._setting.kinds]
         hours = self._presence.paid_ms / 3.6e6
         cost = float((prices * hours).sum())
@@ -252,6 +271,8 @@ class _Plans:
         config = scenario.scheduler
         self._policy = FLEET_POLICIES.get(config.policy)()
         self._cap = config.cap_draft_tokens_per_s
+        self._tiers = config.tier_terms() if config.policy == "weighted" else ()
+        self._boost = config.target_boost
         self._coupled = config.policy != "local"
         self._setting, self._law, self._fleet = setting, law, fleet
         self._tables: dict[str, StepTable] = {m.table.digest: m.table for m in setting.machines}
@@ -267,7 +288,8 @@ class _Plans:
         self._sequence += 1
         replicas = np.flatnonzero(self._fleet.up)
         reports = tuple(self._report(int(replica)) for replica in replicas)
-        plans = self._policy.plan(FleetView(reports, dict(self._tables), self._cap), self._tables)
+        view = FleetView(reports, dict(self._tables), self._cap, self._tiers, self._boost)
+        plans = self._policy.plan(view, self._tables)
         for replica, plan in zip(replicas, plans, strict=True):
             self._apply(int(replica), plan)
 
@@ -276,7 +298,11 @@ class _Plans:
 
     def _report(self, replica: int) -> SurvivalReport:
         slots = self._fleet.decoding_slots(replica)
-        survival = self._law.survival_report(replica, slots, self._fleet.tasks_of(replica, slots))
+        survival, known = self._law.survival_report(replica, slots, self._fleet.tasks_of(replica, slots))
+        of_tasks, claims = self._setting.settings.task_claims, None
+        if of_tasks is not None:
+            tasks = self._fleet.tasks_of(replica, known)
+            claims = RowClaims(of_tasks.tiers[tasks], of_tasks.targets_per_s[tasks])
         return SurvivalReport(
             replica_id=f"{replica:06d}",
             generation=0,
@@ -288,6 +314,7 @@ class _Plans:
             table_digest=self._setting.machines[self._setting.kinds[replica]].table.digest,
             table=None,
             budget_tokens=float(self._fleet.last_verified[replica]),
+            claims=claims,
         )
 
 

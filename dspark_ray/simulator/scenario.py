@@ -9,9 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from dspark_ray.core.config import AutoscalingConfig, EngineConfig, SchedulerConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.section import Section
-from dspark_ray.core.types import VerificationMode
-
-SIMULATED_POLICIES = ("local", "shared_cap")  # no steps that wait for each other, no tiers of requests
+from dspark_ray.core.types import ServiceTier, VerificationMode
 
 
 class ReplicaSpec(Section):
@@ -60,6 +58,12 @@ class TaskSpec(Section):
     output_tokens: LengthSpec
     acceptance: AcceptanceSpec
     cached_prompt_share: float = Field(0.0, ge=0, lt=1, description="of a prompt, found in the prefix cache")
+    tier: ServiceTier = Field(ServiceTier.DEFAULT, description="what its tokens count (scheduler: weighted)")
+    target_tokens_per_s: float | None = Field(
+        None,
+        gt=0,
+        description="speed that each request is owed (scheduler: weighted); its tier's if not given",
+    )
 
 
 class ArrivalSpec(Section):
@@ -133,9 +137,13 @@ class Scenario(Section):
     tasks: list[TaskSpec] = Field(min_length=1)
     faults: tuple[FaultSpec, ...] = ()
     slo: SloSpec = SloSpec()
+    steps_together: bool = Field(
+        False, description="as under expert parallelism: a step lasts as long as the slowest replica's"
+    )
     law: Literal["auto", "exact", "load"] = Field(
         "auto",
-        description="exact: policies at every step; load: looked up by load; auto: exact to 4 replicas",
+        description="exact: policies at every step; load: looked up by load; auto: exact to 4 replicas, and "
+        "where steps end together",
     )
     max_stride: int = Field(32, ge=1, le=64, description="decoding steps taken at once (law load)")
     window_ms: float = Field(250.0, gt=0, description="the router sees loads this old")
@@ -149,11 +157,10 @@ class Scenario(Section):
                     f"task {task.name!r}: acceptance.conditional has {len(task.acceptance.conditional)} "
                     f"values, speculation.num_draft_tokens is {gamma}"
                 )
-        if self.scheduler.policy not in SIMULATED_POLICIES:
-            raise ValueError(
-                f"scheduler.policy {self.scheduler.policy!r} is not simulated; choose one of: "
-                + ", ".join(SIMULATED_POLICIES)
-            )
+        if self.scheduler.policy == "lockstep" and not self.steps_together:
+            raise ValueError("scheduler.policy lockstep is for replicas with steps_together: true")
+        if self.steps_together and (self.law == "load" or len(self.replicas) > 1 or self.faults):
+            raise ValueError("steps_together: law exact or auto, replicas of one kind, no faults")
         if self.warm_up_s >= self.duration_s:
             raise ValueError("warm_up_s must be less than duration_s")
         count = sum(spec.count for spec in self.replicas)
@@ -166,10 +173,17 @@ class Scenario(Section):
                 raise ValueError(f"faults: there is no replica {fault.replica}; there are {count}")
         return self
 
+    def under(self, fleet_policy: str) -> "Scenario":
+        """The same under another fleet policy, without the cap where that policy has none; `ConfigError`."""
+        scheduler = self.scheduler.model_dump() | {"policy": fleet_policy}
+        if fleet_policy in ("local", "lockstep"):
+            scheduler["cap_draft_tokens_per_s"] = None
+        return parse_scenario(self.model_dump() | {"scheduler": scheduler}, Path())
+
     @property
     def exact(self) -> bool:
         count = sum(spec.count for spec in self.replicas)
-        return self.law == "exact" or (self.law == "auto" and count <= 4)
+        return self.law == "exact" or (self.law == "auto" and (count <= 4 or self.steps_together))
 
 
 def load_scenario(path: Path) -> Scenario:

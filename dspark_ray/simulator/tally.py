@@ -1,6 +1,6 @@
 """What a simulation is judged by, counted as it goes: nothing is kept for each request."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,16 +45,54 @@ class LogHistogram:
         return {"mean": self._sum / total, **quantiles}
 
 
+class _TaskTally:
+    """One task's requests that ended."""
+
+    def __init__(self, target_tokens_per_s: float | None) -> None:
+        self._target = target_tokens_per_s
+        self._tpot = LogHistogram()
+        self._answers = self._good = self._judged = self._fast = 0
+
+    def answers(self, tpot_ms: Floats, count: int, good: int) -> None:
+        """tpot_ms [≤ count] of those with several tokens."""
+        self._tpot.add(tpot_ms)
+        self._answers += count
+        self._good += good
+        self._judged += len(tpot_ms)
+        if self._target is not None:
+            self._fast += int((tpot_ms * self._target <= 1e3).sum())
+
+    def figures(self) -> dict[str, Any]:
+        tpot = self._tpot.summary()
+        mean = tpot["mean"]
+        return {
+            "answers": self._answers,
+            "tpot_ms": tpot,
+            "tokens_per_s_of_a_user": 1e3 / mean if mean else None,
+            "slo_attainment": self._good / max(self._answers, 1),
+            "reached_target": None if self._target is None else self._fast / max(self._judged, 1),
+        }
+
+
 class Tally:
     """Owned by the run; the fleet tells it. Nothing before `from_ms` counts."""
 
     def __init__(
-        self, num_replicas: int, *, duration_ms: float, from_ms: float, ttft_ms: float, tpot_ms: float
+        self,
+        num_replicas: int,
+        *,
+        duration_ms: float,
+        from_ms: float,
+        ttft_ms: float,
+        tpot_ms: float,
+        targets_per_s: Sequence[float | None] = (None,),
     ) -> None:
+        """targets_per_s: the speed that each task's requests are owed."""
         self.recent_step_ms = np.full(num_replicas, 10.0)  # [N] of each replica's last step
         self.refused = self.preemptions = self.resumed = 0
         self._from_ms, self._ttft_slo, self._tpot_slo = from_ms, ttft_ms, tpot_ms
         self._ttft, self._tpot, self._latency = LogHistogram(), LogHistogram(), LogHistogram()
+        self._tasks = [_TaskTally(target) for target in targets_per_s]
         self._answers = self._good = self._good_tokens = 0
         self._answer_tokens = 0
         self._steps = self._request_steps = self._verified = self._busy_ms = 0.0
@@ -105,14 +143,19 @@ class Tally:
         """Requests that got their first token. [n]"""
         self._ttft.add((first_ms - arrival_ms)[first_ms >= self._from_ms])
 
-    def answers(self, *, arrival_ms: Floats, first_ms: Floats, ended_ms: Floats, tokens: IntArray) -> None:
+    def answers(
+        self, *, arrival_ms: Floats, first_ms: Floats, ended_ms: Floats, tokens: IntArray, task: IntArray
+    ) -> None:
         """Requests that ended. All [n]."""
         counts = ended_ms >= self._from_ms
         arrival_ms, first_ms, ended_ms = (v[counts] for v in (arrival_ms, first_ms, ended_ms))
-        tokens = tokens[counts]
+        tokens, task = tokens[counts], task[counts]
         several = tokens > 1
         tpot = np.where(several, (ended_ms - first_ms) / np.maximum(tokens - 1, 1), 0.0)
         good = (first_ms - arrival_ms <= self._ttft_slo) & (tpot <= self._tpot_slo)
+        for index, one in enumerate(self._tasks):
+            mine = task == index
+            one.answers(tpot[mine & several], int(mine.sum()), int(good[mine].sum()))
         self._tpot.add(tpot[several])
         self._latency.add(ended_ms - arrival_ms)
         self._answers += len(tokens)
@@ -145,6 +188,10 @@ class Tally:
             "verified_tokens": self._verified,
             "drafted_tokens": drafted_tokens,
         }
+
+    def by_task(self) -> list[dict[str, Any]]:
+        """What each task's requests got, as plain values."""
+        return [one.figures() for one in self._tasks]
 
     def timeline(self, replicas_at: Callable[[Floats], IntArray]) -> list[dict[str, float]]:
         """By time: tokens per second, budget and decoding requests a step, replicas and how busy they are.

@@ -65,6 +65,22 @@ def test_a_plan_holds_in_traffic(tmp_path: Path) -> None:
         assert answer.goodput_tokens_per_s == pytest.approx(10 * 60, rel=0.35)
 
 
+def test_fleet_policies_are_compared(tmp_path: Path) -> None:
+    task = scenario(tmp_path).tasks[0].model_dump()
+    changes = {
+        "duration_s": 2,
+        "arrivals": {"kind": "poisson", "rate_per_s": 10},
+        "slo": {"tpot_ms": 25.0, "ttft_ms": 1000},
+        "tasks": [{**task, "target_tokens_per_s": 60.0}],
+    }
+    found, _ = plan(scenario(tmp_path, **changes), fixed=[], fleet_policies=["weighted"], target=0.5)
+    by_name = {answer.policy: answer for answer in found}
+    assert by_name["adaptive, weighted"].targets_reached is not None
+    assert by_name["adaptive, weighted"].replicas == by_name["adaptive"].replicas
+    with pytest.raises(ConfigError, match="steps_together"):
+        plan(scenario(tmp_path, **changes), fleet_policies=["lockstep"])
+
+
 def test_a_plan_needs_a_rate(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="rate"):
         plan(scenario(tmp_path, arrivals={"kind": "closed", "clients": 3}))

@@ -161,7 +161,8 @@ def test_shipped_scenarios_load(path: Path) -> None:
         ({"speculation": {"num_draft_tokens": 7}}, "conditional has 4"),
         ({"faults": [{"at_s": 1, "replica": 2}]}, "no replica 2"),
         ({"unknown": 1}, "unknown"),
-        ({"scheduler": {"policy": "lockstep"}}, "not simulated"),
+        ({"scheduler": {"policy": "lockstep"}}, "steps_together: true"),
+        ({"steps_together": True, "law": "load"}, "exact or auto"),
         ({"warm_up_s": 5}, "warm_up_s"),
         ({"replicas": [{"step_table": "absent.json"}]}, "absent.json does not exist"),
     ],
@@ -203,3 +204,57 @@ def test_current_scores_are_worth_something(tmp_path: Path) -> None:
     stale = run(tmp_path, speculation={**speculation, "current_scores": False}, **changes).figures
     assert current["budget_tokens"] != stale["budget_tokens"]
     assert current["tokens_per_s"] > 0.99 * stale["tokens_per_s"]
+
+
+def in_step(tmp_path: Path, policy: str, together: bool = True) -> dict[str, Any]:
+    """Three replicas, now this one busier and now that one, for some seconds."""
+    return run(
+        tmp_path,
+        duration_s=8,
+        replicas=[{**scenario(tmp_path).replicas[0].model_dump(), "count": 3}],
+        arrivals={"kind": "closed", "clients": 15},
+        router="random",
+        scheduler={"policy": policy},
+        steps_together=together,
+    ).figures
+
+
+def test_replicas_that_step_together_wait_for_the_slowest(tmp_path: Path) -> None:
+    apart, local, lockstep = (
+        in_step(tmp_path, "local", together=False),
+        in_step(tmp_path, "local"),
+        in_step(tmp_path, "lockstep"),
+    )
+    assert local["tokens_per_s"] < 0.97 * apart["tokens_per_s"]
+    assert local["step_ms"] > 1.03 * apart["step_ms"]
+    # Planned together, no member verifies what all others would wait for, or leaves free tokens unused.
+    assert lockstep["tokens_per_s"] > 1.02 * local["tokens_per_s"]
+
+
+@pytest.mark.parametrize("law", ["exact", "load"])
+def test_a_request_that_is_owed_a_speed_is_nearer_to_it(tmp_path: Path, law: str) -> None:
+    task = scenario(tmp_path).tasks[0].model_dump()
+    tasks = [
+        {**task, "name": "owed", "target_tokens_per_s": 150.0},
+        {**task, "name": "flex", "tier": "flex", "share": 2},
+    ]
+    kind = {**scenario(tmp_path).replicas[0].model_dump(), "count": 1}
+    found = {
+        policy: run(
+            tmp_path,
+            duration_s=15,
+            replicas=[kind],
+            tasks=tasks,
+            arrivals={"kind": "closed", "clients": 8},
+            scheduler={"policy": policy},
+            law=law,
+        ).figures["tasks"]
+        for policy in ("local", "weighted")
+    }
+    local, weighted = found["local"], found["weighted"]
+    equal = local["owed"]["tokens_per_s_of_a_user"] / local["flex"]["tokens_per_s_of_a_user"]
+    assert equal == pytest.approx(1.0, abs=0.1)
+    gained = weighted["owed"]["tokens_per_s_of_a_user"] / weighted["flex"]["tokens_per_s_of_a_user"]
+    assert gained > 1.2
+    assert weighted["owed"]["reached_target"] >= local["owed"]["reached_target"]
+    assert weighted["flex"]["reached_target"] is None
