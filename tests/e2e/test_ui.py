@@ -147,3 +147,35 @@ async def test_an_answer_is_coloured_and_figures_are_live(address: str, tmp_path
         for width, scheme in ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")):
             await page.screenshot(tmp_path / f"{width}-{scheme}.png", width, 800, scheme)
             assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+async def test_a_question_that_fails_and_a_new_conversation(address: str, tmp_path: Path) -> None:
+    async with browser(tmp_path / "profile") as page:
+        await page.call("Page.navigate", url=f"{address}/ui?ask=hello")
+        await page.until("document.querySelector('.facts') !== null")
+        # The answer has filled the model's context: nothing more can be asked, and nothing is kept of it.
+        await ask(page, "again")
+        await page.until("document.querySelector('.failed') !== null")
+        assert "context length" in await page.evaluate("document.querySelector('.failed').textContent")
+        assert await page.evaluate("messages.map(m => m.role).join()") == "user,assistant"
+        await page.screenshot(tmp_path / "failed.png", 390, 800, "light")
+        await page.evaluate("document.getElementById('clear').click()")
+        assert await page.evaluate("document.querySelectorAll('article').length") == 0
+        assert await page.evaluate("document.querySelector('.empty') !== null")
+        # One that is left while its answer still comes has no part in the next one.
+        await ask(page, "left")
+        await page.until("document.querySelector('.token') !== null")
+        await page.evaluate("document.getElementById('clear').click()")
+        await page.until("document.getElementById('send').textContent === 'Send'")
+        await ask(page, "fresh")
+        await page.until("document.querySelector('.facts') !== null")
+        assert await page.evaluate("messages.map(m => m.role).join()") == "user,assistant"
+        assert await page.evaluate("messages[0].content") == "fresh"
+        assert await page.evaluate("document.querySelectorAll('.failed').length") == 0
+
+
+async def ask(page: Page, question: str) -> None:
+    """Types a message and sends it."""
+    await page.evaluate("document.getElementById('prompt').focus()")
+    await page.call("Input.insertText", text=question)
+    await page.evaluate("document.getElementById('form').requestSubmit()")

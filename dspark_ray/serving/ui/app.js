@@ -3,8 +3,8 @@
 
 const element = (id) => document.getElementById(id);
 const chat = element("chat"), prompt = element("prompt"), send = element("send"), tip = element("tip");
-const messages = [];
-let model = "", running = null;
+const hint = chat.querySelector(".empty");
+let messages = [], model = "", running = null;
 
 const SOURCES = {
   accepted: "drafted and accepted",
@@ -17,7 +17,7 @@ const SOURCES = {
 // -- chat ---------------------------------------------------------------------------------------------------
 
 function article(role) {
-  chat.querySelector(".empty")?.remove();
+  hint.remove();
   const box = document.createElement("article"), text = document.createElement("div");
   box.className = role;
   text.className = "text";
@@ -101,13 +101,13 @@ async function post(path, body) {
 }
 
 async function answer() {
-  const text = article("assistant");
+  const text = article("assistant"), conversation = messages;  // another one may begin before the answer ends
   const facts = { started: performance.now(), tokens: 0, decoded: 0, steps: 0, verified: 0, accepted: 0 };
   running = new AbortController();
   send.textContent = "Stop";
   try {
     const response = await post("v1/chat/completions", {
-      model, messages, stream: true, speculation_details: true,
+      model, messages: conversation, stream: true, speculation_details: true,
       temperature: Number(element("temperature").value), max_tokens: Number(element("limit").value) || undefined,
     });
     if (!response.ok) throw new Error((await response.json()).error?.message ?? `HTTP ${response.status}`);
@@ -130,7 +130,8 @@ async function answer() {
     send.textContent = "Send";
   }
   if (facts.tokens) addFacts(text, facts);
-  messages.push({ role: "assistant", content: text.textContent });
+  if (text.textContent) conversation.push({ role: "assistant", content: text.textContent });
+  else conversation.pop();  // a question without an answer is no part of what comes next
   chat.scrollTop = chat.scrollHeight;
 }
 
@@ -160,8 +161,9 @@ prompt.addEventListener("keydown", (event) => {
 });
 element("clear").addEventListener("click", () => {
   running?.abort();
-  messages.length = 0;
-  chat.replaceChildren();
+  messages = [];
+  chat.replaceChildren(hint);
+  prompt.focus();
 });
 element("colours").addEventListener("change", (event) => {
   document.body.classList.toggle("plainly", !event.target.checked);
