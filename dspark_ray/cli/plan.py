@@ -130,7 +130,9 @@ def _print(scenario: "Scenario", answers: "list[Answer]") -> None:
     columns = ("policy", "kind", "replicas", "requests each", "TPOT ms", "budget", "τ", "req/s of one")
     owed = any(answer.targets_reached is not None for answer in answers)
     checked = ("met SLO", *(["met target"] if owed else []), "goodput tok/s", "cost/h", "cost/M tokens")
-    table = Table(*columns, *checked, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for column in (*columns, *checked):
+        table.add_column(column, no_wrap=column == "policy")
     for answer in answers:
         values = (
             answer.policy,
