@@ -1,6 +1,6 @@
 """A planner's answer about this machine, and what a real run makes of it: requests a second at a TPOT.
 
-    python benchmarks/simulator/confirm_plan.py --prompts FILE.jsonl [--tpot 40]
+    python benchmarks/simulator/confirm_plan.py --prompts FILE.jsonl [--tpot 25]
         [--config configs/smollm2-135m-cpu.yaml] [--mode adaptive] [--shares 0.85 1.0 1.1]
         [--seconds 60] [--limit 64] [--max-tokens 48]
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--config", type=Path, default=PROJECT_DIR / "configs" / "smollm2-135m-cpu.yaml")
     parser.add_argument("--mode", choices=["off", "fixed", "adaptive"], default="adaptive")
-    parser.add_argument("--tpot", type=float, default=40.0, help="ms, mean over requests")
+    parser.add_argument("--tpot", type=float, default=25.0, help="ms, mean over requests")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.85, 1.0, 1.1], help="of the answer")
     parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at each rate")
     parser.add_argument("--limit", type=int, default=64, help="prompts")
