@@ -7,6 +7,7 @@ machine would measure each other. The others wait, and read what the first one f
 """
 
 import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -30,6 +31,9 @@ from dspark_ray.profiling.profile import OnProgress, ProfileSettings, profile_en
 from dspark_ray.scheduling.step_table import StepTable
 
 log = logging.getLogger(__name__)
+
+UNDISTURBED = 0.5
+"""A measurement counts if its thread ran for this share of its time; alone on a machine it is nearly all."""
 
 
 def build_profiled_engine(
@@ -112,14 +116,27 @@ def _with_cached_table(
 
 
 def _profile_into_cache(engine: Engine, identity: dict[str, Any], progress: bool) -> StepTable:
-    """Measures an engine, saves the table where the next start finds it, and gives it to the engine."""
+    """Measures an engine, saves the table where the next start finds it, and gives it to the engine.
+
+    One that was measured beside other work is used, since live corrections mend it, and not kept.
+    """
+    began, worked = time.monotonic(), time.thread_time()
     with _shown(progress) as on_progress:
         table = profile_engine(engine, made_from=identity, on_progress=on_progress)
+    share = (time.thread_time() - worked) / max(1e-9, time.monotonic() - began)
+    engine.budget.table = table
+    log.info("this thread had a CPU for %.0f%% of the measurement", 100 * share)
+    if engine.target.device.type == "cpu" and share < UNDISTURBED:
+        log.warning(
+            "other work had the CPUs for much of the time in which step times were measured (this thread "
+            "ran for %.0f%% of it): they are not kept, and the next start measures again",
+            100 * share,
+        )
+        return table
     try:
         table.save(table_path(identity))
     except OSError as error:
         log.warning("the step table cannot be kept (%s): every start measures again", error)
-    engine.budget.table = table
     return table
 
 

@@ -20,6 +20,7 @@ from tests.tiny import tiny_model_dir
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSPARK_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "UNDISTURBED", -1.0)  # whatever else runs beside the tests
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +49,21 @@ def config(**speculation: Any) -> AppConfig:
             "speculation": {"drafter": {"kind": "ngram"}, "mode": "adaptive", **speculation},
         }
     )
+
+
+def test_what_was_measured_beside_other_work_is_used_and_not_kept(
+    model_dir: Path,
+    profiles: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(cache, "UNDISTURBED", 0.5)
+    monkeypatch.setattr("time.thread_time", lambda: 0.0)  # the thread never had a CPU
+    for count in (1, 2):
+        engine = build_profiled_engine(config(), model_dir=model_dir, progress=False)
+        assert engine.budget.table is not None
+        assert len(profiles) == count
+    assert "they are not kept, and the next start measures again" in caplog.text
 
 
 def test_measured_once(model_dir: Path, profiles: list[dict[str, Any]]) -> None:
