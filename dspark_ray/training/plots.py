@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from dspark_ray.core.errors import ConfigError
 
+MIN_IN_BIN = 20
+
 if TYPE_CHECKING:
     from dspark_ray.training.calibrate import CalibrationReport
 
@@ -107,7 +109,10 @@ def plot_sweep(
 
 
 def plot_reliability(reports: Sequence["CalibrationReport"], path: Path) -> None:
-    """Reliability diagrams of survival, before and after: a row for each rule, a panel for each position."""
+    """Reliability diagrams of survival, before and after: a row for each rule, a panel for each position.
+
+    Bins of fewer than `MIN_IN_BIN` blocks are left out: where they lie is chance.
+    """
     pyplot = _pyplot()
     columns = max(len(report.before) for report in reports)
     figure, axes = pyplot.subplots(
@@ -120,9 +125,10 @@ def plot_reliability(reports: Sequence["CalibrationReport"], path: Path) -> None
     for row, report in zip(axes, reports, strict=True):
         for position, axis in enumerate(row):
             axis.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
-            for quality, label in ((report.before, "T = 1"), (report.after, "fitted")):
+            for quality, label in ((report.before, "head alone"), (report.after, "fitted")):
                 bins = quality[position].bins
-                axis.plot(bins.mean_predicted, bins.mean_outcome, marker=".", label=label)
+                told = bins.count >= MIN_IN_BIN
+                axis.plot(bins.mean_predicted[told], bins.mean_outcome[told], marker=".", label=label)
             axis.set(xlim=(0, 1), ylim=(0, 1), title=f"{report.rule}, position {position + 1}")
             axis.title.set_fontsize("small")
         row[0].set_ylabel("survived")
