@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dspark_ray.training.calibrate import CalibrationReport
 
 # acceptance rule → sampling temperature; the rules are told apart by these and by shared noise
+TELLING_AUROC = 0.55  # of the first position; .5 is chance
 RULE_TEMPERATURES = {"greedy": 0.0, "rejection": 1.0, "shared_noise": 1.0}
 
 
@@ -89,6 +90,12 @@ def calibrate(
     for report in reports:
         _print(report)
     err.print(f"written to {path}", soft_wrap=True)
+    if weak := [report.rule for report in reports if not report.after[0].auroc >= TELLING_AUROC]:
+        err.print(
+            f"[yellow]The confidences say next to nothing ({', '.join(weak)}): train longer, or the head "
+            "alone on fresh texts (`trainable: confidence`).[/yellow]",
+            soft_wrap=True,
+        )
     if json is not None:
         write_json(json, {"made_from": made_from, "rules": [report.as_json() for report in reports]})
     if png is not None:

@@ -86,7 +86,7 @@ def readable(figures: dict[str, Any]) -> dict[str, Any]:
         "requests/s": figures["requests_per_s"],
         "tokens/s": figures["tokens_per_s"],
         "goodput, tokens/s": figures["goodput_tokens_per_s"],
-        "requests that met the SLO": figures["slo_attainment"],
+        "share of requests that met the SLO": figures["slo_attainment"],
         "τ": figures["tau"],
         "draft tokens verified a step": figures["budget_tokens"],
         "requests decoding a step": figures["requests_decoding"],

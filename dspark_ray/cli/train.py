@@ -34,6 +34,8 @@ def train(
     else:
         logging.getLogger().setLevel(logging.INFO)
         run(checked)
+    checkpoint = checked.output / "checkpoint"
+    err.print(f"the drafter: {checkpoint}; `dspark-ray evaluate` and `calibrate` take it by -d", soft_wrap=True)
 
 
 def generate_data(

@@ -82,7 +82,7 @@ def warn_if_drafter_is_dead(engine: Engine, model_dir: Path) -> CanaryReport | N
         log.warning(
             "THE DRAFTER IS NO GOOD FOR THIS TARGET: accepted length %.2f on %d drafts of built-in prompts, "
             "at least %.2f is expected. Output stays correct, but nothing is gained. Was %s trained for this "
-            "target, with these taps and this rope_theta?",
+            "target, with these taps and this rope_theta, and for long enough?",
             report.tau,
             report.num_drafts,
             FLOOR,
