@@ -8,6 +8,7 @@ import torch
 
 from dspark_ray.models.drafters.autoregressive import AutoregressiveConfig
 from dspark_ray.models.drafters.checkpoint import save_checkpoint
+from dspark_ray.models.drafters.config_json import Verifier
 from dspark_ray.models.drafters.families import DrafterConfig, DrafterNetwork, new_network
 from dspark_ray.models.drafters.network import DSparkConfig
 from tests.tiny_engine import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS
@@ -68,6 +69,11 @@ def family_network(config: DrafterConfig, seed: int = 1) -> DrafterNetwork:
         scale = 0.6 if "head" in name else parameter.shape[-1] ** -0.5
         parameter.copy_(1.0 + 0.2 * noise if "norm" in name else scale * noise)
     return network
+
+
+def verifier(vocab_size: int, hidden_size: int = HIDDEN) -> Verifier:
+    """A target as speculators' layout names it."""
+    return Verifier("the-target", torch.ones(vocab_size, hidden_size), 512)
 
 
 def family_dir(path: Path, name: str, vocab_size: int, draft_vocab: tuple[int, ...] | None = None) -> Path:

@@ -1,12 +1,20 @@
 """`dspark-ray train` and `generate-data`: a drafter for a target, from the target's own texts."""
 
 import logging
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dspark_ray.cli.common import PROMPT_SHAPES
+
+
+class BadData(Enum):
+    """What bad data do; they are named either way."""
+
+    SKIP = "skip"
+    STOP = "stop"
 
 
 def train(
@@ -43,6 +51,9 @@ def generate_data(
     prompts: Annotated[
         Path | None, typer.Option(help="Answer these instead: " + PROMPT_SHAPES, metavar="FILE.jsonl")
     ] = None,
+    bad_data: Annotated[
+        BadData, typer.Option(help="With --prompts: a line that is no prompt, or cannot be answered.")
+    ] = BadData.SKIP,
     minutes: Annotated[float, typer.Option(min=0.01, help="How long to write at most.")] = 20.0,
     model: Annotated[str, typer.Option(help="'default', a directory or a hub id.")] = "default",
     openings: Annotated[
@@ -61,6 +72,7 @@ def generate_data(
     from dspark_ray.training.generate import main
 
     arguments = [str(to), "--minutes", str(minutes), "--model", model, "--concurrency", str(concurrency)]
+    arguments += ["--bad-data", bad_data.value]
     arguments += [] if seed is None else ["--seed", str(seed)]
     arguments += [] if openings is None else ["--openings", str(openings)]
     arguments += [] if prompts is None else ["--prompts", str(prompts)]

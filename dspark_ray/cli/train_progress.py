@@ -10,12 +10,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dspark_ray.cli.common import err
+from dspark_ray.training.observer import Observer
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-class TrainingDisplay:
-    """An observer of a run; keeps the latest of every figure on the screen."""
+class TrainingDisplay(Observer):
+    """Keeps the latest of every figure on the screen."""
 
     def __init__(self, live: Live, total_steps: int) -> None:
         self._live = live
@@ -25,12 +26,12 @@ class TrainingDisplay:
         self._task = self._bar.add_task("step", total=total_steps)
         self._latest: dict[str, Any] = {}
 
-    def __call__(self, step: int, values: Mapping[str, Any]) -> None:
+    def figures(self, step: int, values: Mapping[str, Any]) -> None:
         self._latest.update(values)
         self._bar.update(self._task, completed=step)
-        self._live.update(Group(self._bar, self._figures()))
+        self._live.update(Group(self._bar, self._table()))
 
-    def _figures(self) -> Table:
+    def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         latest = self._latest
         for name in (

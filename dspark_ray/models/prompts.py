@@ -9,14 +9,22 @@
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dspark_ray.core.errors import ConfigError, RequestError
 from dspark_ray.models.tokenizer import Tokenizer
 
 SHAPES = ("prompt_ids", "messages", "turns", "prompt")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+T = TypeVar("T")
+
+OnBadLine = Callable[[str], None]
+"""Called with what is wrong, file and line first, instead of an error; the line is then left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,28 +45,43 @@ class Prompt:
     token_ids: tuple[int, ...]
 
 
-def read_raw_prompts(path: Path, limit: int | None = None) -> list[RawPrompt]:
-    """The first `limit` lines of a file; `ConfigError` names the line that is no prompt, or an empty file."""
+def read_raw_prompts(
+    path: Path, limit: int | None = None, on_bad_line: OnBadLine | None = None
+) -> list[RawPrompt]:
+    """The first `limit` lines of a file; `ConfigError` names the line that is no prompt (or `on_bad_line` is
+    told), or a file without any."""
     prompts: list[RawPrompt] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if limit is not None and len(prompts) >= limit:
                     break
                 if line.strip():
-                    prompts.append(_parse(line, path, number))
+                    _take(prompts, partial(_parse, line, path, number), on_bad_line)
     except OSError as error:
         raise ConfigError(f"cannot read the prompts file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error}") from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts")
     return prompts
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer, limit: int | None = None) -> list[Prompt]:
-    """The same in tokens; `ConfigError` also where the chat template refuses a line."""
-    return [_tokenise(raw, path, tokenizer) for raw in read_raw_prompts(path, limit)]
+def read_prompts(
+    path: Path, tokenizer: Tokenizer, limit: int | None = None, on_bad_line: OnBadLine | None = None
+) -> list[Prompt]:
+    """The same in tokens; a line that the chat template refuses is a bad one, too."""
+    prompts: list[Prompt] = []
+    for raw in read_raw_prompts(path, limit, on_bad_line):
+        _take(prompts, partial(_tokenise, raw, path, tokenizer), on_bad_line)
+    return prompts
+
+
+def _take(prompts: list[T], read: Callable[[], T], on_bad_line: OnBadLine | None) -> None:
+    try:
+        prompts.append(read())
+    except ConfigError as error:
+        if on_bad_line is None:
+            raise
+        on_bad_line(str(error))
 
 
 def _tokenise(raw: RawPrompt, path: Path, tokenizer: Tokenizer) -> Prompt:
@@ -72,10 +95,12 @@ def _tokenise(raw: RawPrompt, path: Path, tokenizer: Tokenizer) -> Prompt:
     return Prompt(raw.line, tuple(ids))
 
 
-def _parse(line: str, path: Path, number: int) -> RawPrompt:
+def _parse(line: bytes, path: Path, number: int) -> RawPrompt:
     try:
-        record = json.loads(line)
-    except ValueError as error:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}:{number} is not UTF-8: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}:{number} is not JSON: {error}") from error
     shape = next((key for key in SHAPES if isinstance(record, dict) and key in record), None)
     if shape is None:
@@ -83,6 +108,9 @@ def _parse(line: str, path: Path, number: int) -> RawPrompt:
     value = record[shape]
     if not value or not _fits(shape, value):
         raise ConfigError(f"{path}:{number}: {shape} is empty or has the wrong type")
+    for role in [message.get("role") for message in value] if shape == "messages" else []:
+        if role not in ROLES:
+            raise ConfigError(f"{path}:{number}: role {role!r} is none of {', '.join(ROLES)}")
     match shape:
         case "prompt_ids":
             return RawPrompt(number, token_ids=tuple(value))

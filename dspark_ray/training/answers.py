@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from dspark_ray.core.errors import ConfigError
-from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.core.errors import ConfigError, RequestError
+from dspark_ray.core.types import FinishReason, Request, SamplingParams
 from dspark_ray.engine.engine import Engine
-from dspark_ray.models.prompts import Prompt
+from dspark_ray.models.prompts import OnBadLine, Prompt
+from dspark_ray.training.data import MIN_RESPONSE
 
 
 def answered_lines(out: Path) -> set[int]:
@@ -32,6 +33,12 @@ def answered_lines(out: Path) -> set[int]:
         raise ConfigError(f"{out} is no file of training samples: {error}") from error
 
 
+def _bad(message: str, on_bad_line: OnBadLine | None) -> None:
+    if on_bad_line is None:
+        raise ConfigError(message)
+    on_bad_line(message)
+
+
 def answer_prompts(
     engine: Engine,
     prompts: Sequence[Prompt],
@@ -41,11 +48,12 @@ def answer_prompts(
     seed: int,
     concurrency: int,
     keep_going: Callable[[], bool],
+    on_bad_line: OnBadLine | None = None,
 ) -> Iterator[dict[str, object]]:
     """Samples in the order in which answers end. Line i of the file is answered at temperature i mod n.
 
     Stops early when `keep_going()` says no; what is in flight then is dropped. A prompt that can never run
-    raises `RequestError`.
+    raises `ConfigError` with its line, or is left out where `on_bad_line` is told; so is an empty answer.
     """
     waiting = iter(prompts)
     flying: dict[str, tuple[Prompt, float, list[int]]] = {}
@@ -59,7 +67,11 @@ def answer_prompts(
                     seed=seed + prompt.line,
                     shared_noise=False,
                 )
-                engine.add_request(Request(str(prompt.line), prompt.token_ids, sampling))
+                try:
+                    engine.add_request(Request(str(prompt.line), prompt.token_ids, sampling))
+                except RequestError as error:
+                    _bad(f"line {prompt.line} of the prompts: {error.message}", on_bad_line)
+                    continue
                 flying[str(prompt.line)] = (prompt, temperature, [])
             if not flying:
                 return
@@ -68,6 +80,9 @@ def answer_prompts(
                 tokens += output.token_ids
                 if output.finish_reason is not None:
                     del flying[output.request_id]
+                    if output.finish_reason is FinishReason.ERROR or len(tokens) < MIN_RESPONSE:
+                        _bad(f"line {prompt.line} of the prompts has no answer", on_bad_line)
+                        continue
                     yield {
                         "prompt_ids": list(prompt.token_ids),
                         "response_ids": tokens,

@@ -7,7 +7,7 @@ names it.
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dspark_ray.core.digest import digest_json, sha256_file
 from dspark_ray.core.errors import ArtefactError, DataError
-from dspark_ray.training.data import Sample, read_samples
+from dspark_ray.training.data import Sample, line_number, read_samples
 from dspark_ray.training.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,15 @@ class TargetCache:
             float(shard["temperature"][row]),
         )
 
+    def origin(self, number: int) -> str:
+        """`file:line` of the data that sequence `number` was made from, as the file is now."""
+        shard_number, row = self._where[number]
+        entry = self._manifest["shards"][shard_number]
+        if "source" not in entry:  # an older cache
+            return f"sequence {number} of {self.folder}"
+        path = Path(entry["source"])
+        return f"{path}:{line_number(path, entry['offsets'][row])}" if path.exists() else str(path)
+
     def expected_counts(self, vocab_size: int) -> NDArray[np.float64]:
         """How often the target would say each token at the cached positions, from its top probabilities. [V]
 
@@ -163,28 +172,46 @@ class TargetCache:
                     start_byte=start,
                     max_samples=SHARD_SAMPLES,
                 )
-                if result.errors and not skip_bad_lines:
-                    raise DataError(f"bad training data (bad_data: stop): {result.errors[0]}")
-                for error in result.errors:
-                    logger.warning("skipped %s", error)
+                if result.errors:
+                    _report(result.errors, skip_bad_lines)
                 if result.next_byte == start:
                     break
-                self._append(result.samples, target, layer_ids, top_k)
+                samples = list(zip(result.offsets, result.samples, strict=True))
+                self._append(path, samples, target, layer_ids, top_k, skip_bad_lines)
                 self._manifest["sources"][str(path)] = result.next_byte
                 self._write_manifest()
         return len(self) - before
 
     def _append(
-        self, samples: list[Sample], target: FrozenTarget, layer_ids: tuple[int, ...], top_k: int
+        self,
+        path: Path,
+        samples: list[tuple[int, Sample]],
+        target: FrozenTarget,
+        layer_ids: tuple[int, ...],
+        top_k: int,
+        skip_bad_lines: bool,
     ) -> None:
-        if not samples:
+        """One shard of a file's samples, each with the byte at which its line starts."""
+        offsets, rows = [], []
+        for offset, sample in samples:
+            try:
+                rows.append((sample, _run_target(sample, target, layer_ids, top_k)))
+            except ValueError as error:
+                _report([f"{path}:{line_number(path, offset)}: {error}"], skip_bad_lines)
+                continue
+            offsets.append(offset)
+        if not rows:
             return
-        arrays = _stack(_run_target(samples, target, layer_ids, top_k))
+        arrays = _stack(rows)
         number = len(self._manifest["shards"])
         for name, array in arrays.items():
             np.save(self._path(number, name), array)
         self._manifest["shards"].append(
-            {"sha256": {name: sha256_file(self._path(number, name)) for name in _ARRAYS}}
+            {
+                "sha256": {name: sha256_file(self._path(number, name)) for name in _ARRAYS},
+                "source": str(path),
+                "offsets": offsets,
+            }
         )
         self._manifest["bytes"] += sum(array.nbytes for array in arrays.values())
         self._open_shard(number)
@@ -203,28 +230,35 @@ class TargetCache:
         temporary.replace(self._manifest_path)
 
 
+def _report(errors: list[str], skip: bool) -> None:
+    if not skip:
+        raise DataError(f"bad training data (bad_data: stop): {errors[0]}")
+    for error in errors:
+        logger.warning("skipped %s", error)
+
+
 def _run_target(
-    samples: list[Sample], target: FrozenTarget, layer_ids: tuple[int, ...], top_k: int
-) -> Iterator[tuple[Sample, dict[str, NDArray[np.generic]]]]:
-    """One sequence at a time: no padding, and a few hundred rows already fill the matrix units."""
-    for sample in samples:
-        tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
-        taps, hidden = target.hidden_states(tokens, layer_ids)
-        logits = torch.nn.functional.linear(hidden[len(sample.prompt_ids) - 1 : -1], target.head_weight)
-        probs, ids = top_probabilities(logits, top_k)
-        yield (
-            sample,
-            {
-                "tokens": tokens.numpy().astype(np.int32),
-                "taps": taps.to(torch.bfloat16).view(torch.int16).numpy(),
-                "top_ids": ids.numpy().astype(np.int32),
-                "top_probs": probs.numpy().astype(np.float16),
-            },
-        )
+    sample: Sample, target: FrozenTarget, layer_ids: tuple[int, ...], top_k: int
+) -> dict[str, NDArray[np.generic]]:
+    """One sequence at a time: no padding, and a few hundred rows already fill the matrix units.
+
+    Raises ValueError where the target overflows."""
+    tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
+    taps, hidden = target.hidden_states(tokens, layer_ids)
+    logits = torch.nn.functional.linear(hidden[len(sample.prompt_ids) - 1 : -1], target.head_weight)
+    probs, ids = top_probabilities(logits, top_k)
+    if not (taps.isfinite().all() and probs.isfinite().all()):
+        raise ValueError("the target's hidden states or probabilities are not finite")
+    return {
+        "tokens": tokens.numpy().astype(np.int32),
+        "taps": taps.to(torch.bfloat16).view(torch.int16).numpy(),
+        "top_ids": ids.numpy().astype(np.int32),
+        "top_probs": probs.numpy().astype(np.float16),
+    }
 
 
 def _stack(
-    rows: Iterator[tuple[Sample, dict[str, NDArray[np.generic]]]],
+    rows: list[tuple[Sample, dict[str, NDArray[np.generic]]]],
 ) -> dict[str, NDArray[np.generic]]:
     """Sequences joined end to end, with an index row (token start, prompt length, length, response start)."""
     index, temperature, parts = [], [], []

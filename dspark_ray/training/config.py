@@ -118,7 +118,12 @@ class TrainingConfig(Section):
     anchors_per_sequence: int = Field(64, ge=1)
     bf16: bool = Field(True, description="matrix products in bfloat16 (weights and optimizer stay fp32)")
     num_threads: int | None = Field(None, ge=1)
-    bad_data: Literal["skip", "stop"] = Field("skip", description="what a bad line does; it is named")
+    parallel: Literal["ddp", "fsdp"] = Field(
+        "ddp", description="what processes hold: each the whole drafter, or shards of it"
+    )
+    bad_data: Literal["skip", "stop"] = Field(
+        "skip", description="what a bad line or a loss that is not finite does; the lines are named"
+    )
     tensorboard: bool = Field(False, description="figures to OUTPUT/tensorboard too")
     seed: int = 0
     minutes: float | None = Field(None, gt=0, description="stop, resumable, after this wall time")

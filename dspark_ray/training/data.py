@@ -4,8 +4,11 @@ Files may grow while they are read: a reader continues where it stopped, and an 
 """
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+
+MIN_RESPONSE = 2  # tokens: an anchor and a label
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,7 @@ class ReadResult:
     """What a file held after `start_byte`; `next_byte` is where to continue."""
 
     samples: list[Sample]
+    offsets: list[int]  # the byte at which each sample's line starts
     errors: list[str]  # "file:line: reason", one per bad line
     next_byte: int
 
@@ -34,11 +38,18 @@ def parse_sample(line: bytes, *, vocab_size: int, max_length: int) -> Sample:
     prompt, response = (_token_ids(record, key, vocab_size) for key in ("prompt_ids", "response_ids"))
     if not prompt:
         raise ValueError("prompt_ids is empty")
-    if len(response) < 2:
+    if len(response) < MIN_RESPONSE:
         raise ValueError("response_ids needs at least two tokens: an anchor and a label")
-    if len(prompt) + 2 > max_length:
+    if len(prompt) + MIN_RESPONSE > max_length:
         raise ValueError(f"the prompt alone has {len(prompt)} tokens, max_length is {max_length}")
-    return Sample(prompt, response[: max_length - len(prompt)], float(record.get("temperature", 1.0)))
+    return Sample(prompt, response[: max_length - len(prompt)], _temperature(record))
+
+
+def _temperature(record: dict[str, object]) -> float:
+    value = record.get("temperature", 1.0)
+    if isinstance(value, int | float) and math.isfinite(value) and value >= 0:
+        return float(value)
+    raise ValueError(f"temperature must be a number that is not negative, not {value!r}")
 
 
 def _token_ids(record: dict[str, object], key: str, vocab_size: int) -> tuple[int, ...]:
@@ -55,10 +66,11 @@ def read_samples(
 ) -> ReadResult:
     """Complete lines after `start_byte`; bad ones are reported and skipped. A missing file is empty."""
     samples: list[Sample] = []
+    offsets: list[int] = []
     errors: list[str] = []
     position = start_byte
     if not path.exists():
-        return ReadResult(samples, errors, position)
+        return ReadResult(samples, offsets, errors, position)
     with path.open("rb") as file:
         file.seek(start_byte)
         for line in file:
@@ -67,13 +79,14 @@ def read_samples(
             try:
                 if line.strip():
                     samples.append(parse_sample(line, vocab_size=vocab_size, max_length=max_length))
-            except ValueError as error:  # JSON and UTF-8 errors are ValueErrors too
-                errors.append(f"{path}:{_line_number(path, position)}: {error}")
+                    offsets.append(position)
+            except (ValueError, RecursionError) as error:  # JSON and UTF-8 errors are ValueErrors too
+                errors.append(f"{path}:{line_number(path, position)}: {error}")
             position += len(line)
-    return ReadResult(samples, errors, position)
+    return ReadResult(samples, offsets, errors, position)
 
 
-def _line_number(path: Path, position: int) -> int:
+def line_number(path: Path, position: int) -> int:
     """The line, from 1, that starts at a byte offset. Counted only where there is something to report."""
     with path.open("rb") as file:
         return file.read(position).count(b"\n") + 1

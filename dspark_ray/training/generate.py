@@ -9,6 +9,7 @@ predict. Appends complete lines, so it can be stopped and started again at any t
 
 import argparse
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.training.answers import answer_prompts, answered_lines
+
+logger = logging.getLogger(__name__)
 
 
 class Opening(Section):
@@ -160,6 +163,10 @@ def write_samples(out: Path, samples: Iterator[dict[str, object]], report_every_
                 print(f"{num_samples} samples, {num_tokens} answer tokens, {rate:.0f} tokens/s", flush=True)
 
 
+def _report(message: str) -> None:
+    logger.warning("skipped %s", message)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of this module; see its docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -167,6 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="default", help="'default', a directory or a hub id")
     parser.add_argument("--openings", type=Path, help="YAML list of {opening, ending, max_tokens}")
     parser.add_argument("--prompts", type=Path, help="answer these JSON lines instead")
+    parser.add_argument("--bad-data", choices=("skip", "stop"), default="skip", help="of the prompts")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -182,7 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         speculation=SpeculationConfig(mode=VerificationMode.OFF),
     )
     tokenizer, ends = Tokenizer.load(model_dir), time.monotonic() + options.minutes * 60
-    prompts = [] if options.prompts is None else read_prompts(options.prompts, tokenizer)
+    on_bad_line = _report if options.bad_data == "skip" else None
+    prompts = []
+    if options.prompts is not None:
+        prompts = read_prompts(options.prompts, tokenizer, on_bad_line=on_bad_line)
     engine = build_engine(config, model_dir=model_dir)
 
     def keep_going() -> bool:
@@ -200,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seed=settings.seed,
             concurrency=settings.concurrency,
             keep_going=keep_going,
+            on_bad_line=on_bad_line,
         )
     write_samples(options.out, samples)
 

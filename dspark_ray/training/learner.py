@@ -17,10 +17,19 @@ from dspark_ray.training.config import OptimizerConfig, TrainingConfig
 from dspark_ray.training.forward import SharedWeights, run_blocks
 from dspark_ray.training.losses import LossParts, LossWeights, agreement, dspark_loss, position_weights
 from dspark_ray.training.ranks import Ranks
+from dspark_ray.training.shards import local, shard_like, shard_network, shards_like, whole
 
 
 class NonFiniteLossError(DsparkError):
-    """The loss became NaN or infinite; the last saved state is intact."""
+    """The loss became NaN or infinite; weights and the last saved state are intact."""
+
+    def __init__(self, message: str, numbers: tuple[int, ...]) -> None:
+        super().__init__(message, numbers)
+        self.message = message
+        self.numbers = numbers  # of this process's sequences in the cache
+
+    def __str__(self) -> str:
+        return self.message
 
 
 def learning_rate(step: int, config: OptimizerConfig) -> float:
@@ -46,6 +55,10 @@ class Learner:
         self.averaged.load_state_dict(network.state_dict())
         if config.trainable == "confidence":
             _freeze_all_but_confidence(network)
+        self._in_shards = config.parallel == "fsdp" and ranks.count > 1
+        if self._in_shards:
+            shard_network(network)
+            shard_network(self.averaged)
         self.optimizer = torch.optim.AdamW(
             _parameter_groups(network, config.optimizer.weight_decay),
             lr=config.optimizer.learning_rate,
@@ -80,7 +93,8 @@ class Learner:
     def train_step(self, batches: Sequence[TrainingBatch]) -> LossParts:
         """One optimizer step over all processes' batches.
 
-        Raises `NonFiniteLossError`, which names the sequences, before the weights are touched.
+        Raises `NonFiniteLossError`, which names the sequences, before the weights are touched; in all
+        processes alike.
         """
         rate = learning_rate(self.step, self.config.optimizer)
         for group in self.optimizer.param_groups:
@@ -94,19 +108,25 @@ class Learner:
             loss.total.backward()
             parts = (loss.cross_entropy, loss.total_variation, loss.confidence)
             counted += torch.tensor([loss.total.item(), *parts, batch.num_blocks])
-        counted = self._ranks.sum_gradients(self.network.parameters(), counted)
-        norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.optimizer.clip_norm)
+        if self._in_shards:  # their gradients are summed already
+            counted = self._ranks.sum(counted)
+        else:
+            counted = self._ranks.sum_gradients(self.network.parameters(), counted)
+        norm = whole(nn.utils.clip_grad_norm_(self.network.parameters(), self.config.optimizer.clip_norm))
         if not (math.isfinite(counted[0].item()) and math.isfinite(norm.item())):
-            numbers = [number for batch in batches for number in batch.numbers]
+            numbers = tuple(number for batch in batches for number in batch.numbers)
             raise NonFiniteLossError(
-                f"step {self.step}: loss {counted[0].item()}, gradient norm {norm.item()}, over the cache's "
-                f"sequences {numbers}"
+                f"step {self.step}: loss {counted[0].item()}, gradient norm {norm.item()}", numbers
             )
         self.optimizer.step()
         self.step += 1
         self.blocks += int(counted[4])
         self._average()
         return LossParts(counted[0], *counted[1:4].tolist())
+
+    def skip_step(self) -> None:
+        """Counts a step that changed nothing."""
+        self.step += 1
 
     def _loss(self, batch: TrainingBatch, row_weights: Tensor, total_weight: Tensor) -> LossParts:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.config.bf16):
@@ -117,13 +137,33 @@ class Learner:
     @torch.no_grad()
     def _average(self) -> None:
         decay = min(self.config.optimizer.ema_decay, self.step / (self.step + 9.0))
-        torch._foreach_lerp_(list(self.averaged.parameters()), list(self.network.parameters()), 1.0 - decay)
+        averaged, network = (local(n.parameters()) for n in (self.averaged, self.network))
+        torch._foreach_lerp_(averaged, network, 1.0 - decay)
+
+    def num_parameters(self) -> tuple[int, int]:
+        """Held by this process, and of the whole drafter."""
+        parameters = list(self.network.parameters())
+        return sum(p.numel() for p in local(parameters)), sum(p.numel() for p in parameters)
+
+    def whole_average(self) -> DrafterNetwork | None:
+        """The averaged drafter for the first process, None for others. All processes call it."""
+        if not self._in_shards:
+            return self.averaged if self._ranks.is_first else None
+        state = whole(self.averaged.state_dict(), keep=self._ranks.is_first)
+        if not self._ranks.is_first:
+            return None
+        network = new_network(self.network.config).requires_grad_(False)
+        network.load_state_dict(state)
+        return network
 
     def state(self) -> dict[str, Any]:
+        """What a run continues from, the same for any number of processes. All processes call it; only the
+        first one's is whole."""
+        keep = self._ranks.is_first
         return {
-            "network": self.network.state_dict(),
-            "averaged": self.averaged.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "network": whole(self.network.state_dict(), keep=keep),
+            "averaged": whole(self.averaged.state_dict(), keep=keep),
+            "optimizer": whole(self.optimizer.state_dict(), keep=keep),
             "generator": self.generator.get_state(),
             "draft_to_target": self.shared.draft_to_target,
             "step": self.step,
@@ -131,11 +171,23 @@ class Learner:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.network.load_state_dict(state["network"])
-        self.averaged.load_state_dict(state["averaged"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.network.load_state_dict(shards_like(state["network"], self.network.state_dict()))
+        self.averaged.load_state_dict(shards_like(state["averaged"], self.averaged.state_dict()))
+        self.optimizer.load_state_dict(self._own_moments(state["optimizer"]))
         self.generator.set_state(state["generator"])
         self.step, self.blocks = state["step"], state["blocks"]
+
+    def _own_moments(self, state: dict[str, Any]) -> dict[str, Any]:
+        """An optimizer's state, its tensors cut as their parameters are."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        moments = {
+            number: {
+                name: value if value.ndim == 0 else shard_like(value, parameters[number])
+                for name, value in of_parameter.items()
+            }
+            for number, of_parameter in state["state"].items()
+        }
+        return {**state, "state": moments}
 
 
 def _freeze_all_but_confidence(network: DrafterNetwork) -> None:

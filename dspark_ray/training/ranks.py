@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 # Others wait while the first process runs the target over hours of new data.
-_PATIENCE = timedelta(hours=24)
+PATIENCE = timedelta(hours=24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +79,5 @@ def join_ranks() -> Ranks:
     if count == 1:
         return Ranks()
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=_PATIENCE)
+        dist.init_process_group("gloo", timeout=PATIENCE)
     return Ranks(dist.get_rank(), count)

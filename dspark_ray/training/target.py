@@ -40,10 +40,10 @@ class TransformersTarget:
     """A Hugging Face causal language model, gradients off."""
 
     def __init__(self, source: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """`source` as `resolve_model` takes it; raises what that raises."""
+        """`source`: a directory, which needs no tokenizer, or a name as `resolve_model` takes it."""
         from transformers import AutoModelForCausalLM  # slow to import, and only needed here
 
-        self._model_dir = resolve_model(str(source))
+        self._model_dir = source if source.is_dir() else resolve_model(str(source))
         self._model = (
             AutoModelForCausalLM.from_pretrained(self._model_dir, dtype=dtype).eval().requires_grad_(False)
         )

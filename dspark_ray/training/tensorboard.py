@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.training.observer import Observer
 
 
-class TensorBoardLog:
-    """An observer of a run that writes every figure as a scalar, lists one scalar a position."""
+class TensorBoardLog(Observer):
+    """Writes every figure as a scalar, lists one scalar a position."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -19,7 +20,7 @@ class TensorBoardLog:
             ) from error
         self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
 
-    def __call__(self, step: int, values: Mapping[str, Any]) -> None:
+    def figures(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
             if isinstance(value, list):
                 for position, item in enumerate(value, start=1):

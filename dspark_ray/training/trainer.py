@@ -13,7 +13,8 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ from dspark_ray.models.drafters.checkpoint import save_checkpoint
 from dspark_ray.training.cache import TargetCache
 from dspark_ray.training.config import TrainingConfig, load_training_config
 from dspark_ray.training.forward import share_weights
-from dspark_ray.training.learner import Learner, learning_rate
+from dspark_ray.training.learner import Learner, NonFiniteLossError, learning_rate
+from dspark_ray.training.losses import LossParts
+from dspark_ray.training.observer import Observer
 from dspark_ray.training.ranks import Ranks, join_ranks
 from dspark_ray.training.setup import build_network, checkpoint_vocabulary, choose_draft_vocabulary
 from dspark_ray.training.target import FrozenTarget, TransformersTarget
@@ -33,8 +36,8 @@ from dspark_ray.training.validation import ValidationReport, validate
 
 logger = logging.getLogger(__name__)
 
-Observer = Callable[[int, Mapping[str, Any]], None]
-"""Called with the step and the figures of every log line."""
+CHECKPOINT_FOLDER = "checkpoint"
+MAX_BAD_STEPS = 3  # in a row: that many are no bad data, the training has diverged
 
 
 class Run:
@@ -59,6 +62,7 @@ class Run:
         self.config = config
         self.target = target
         self._stop = stop
+        self._bad_steps = 0  # in a row
         self._started = time.monotonic()
         config.output.mkdir(parents=True, exist_ok=True)
         self._state_path = config.output / "state.pt"
@@ -82,6 +86,7 @@ class Run:
             self.target.embedding, self.target.head_weight, draft_to_target, bf16=self.config.bf16
         )
         learner = Learner(self.config, network, shared, self._ranks)
+        logger.info("this process holds %d of %d parameters", *learner.num_parameters())
         if state is not None:
             learner.load_state(state)
             logger.info("continuing %s at step %d", self.config.output, learner.step)
@@ -137,7 +142,9 @@ class Run:
                 self.save()
             if refresh:
                 self.refresh()
-            loss = learner.train_step(learner.sample_batch(self.cache, self._training, self._lengths))
+            loss = self._train_step()
+            if loss is None:
+                continue
             if learner.step % config.log_steps == 0:
                 self.log(
                     blocks=learner.blocks,
@@ -153,11 +160,31 @@ class Run:
         self.validate()
         self.save()
 
+    def _train_step(self) -> LossParts | None:
+        """One step; None where its loss is not finite and bad data are skipped. Raises
+        `NonFiniteLossError`, with the lines of its data, otherwise, and for the third in a row."""
+        learner = self.learner
+        try:
+            loss = learner.train_step(learner.sample_batch(self.cache, self._training, self._lengths))
+        except NonFiniteLossError as error:
+            lines = ", ".join(self.cache.origin(number) for number in error.numbers)
+            named = NonFiniteLossError(f"{error}, over {lines}", error.numbers)
+            self._bad_steps += 1
+            if self.config.bad_data == "stop" or self._bad_steps >= MAX_BAD_STEPS:
+                raise named from error
+            logger.warning("skipped %s", named)
+            learner.skip_step()
+            return None
+        self._bad_steps = 0
+        return loss
+
     def validate(self) -> None:
         """Log the averaged drafter's accepted length on the held-out sequences; kept as `report`."""
-        if not self._ranks.is_first:
+        averaged = self.learner.whole_average()
+        if averaged is None:
+            self.log()
             return
-        report = validate(self.learner.averaged, self.held_out, self.learner.shared, bf16=self.config.bf16)
+        report = validate(averaged, self.held_out, self.learner.shared, bf16=self.config.bf16)
         self.report = report
         self.log(
             tau_greedy=report.tau_greedy,
@@ -169,28 +196,29 @@ class Run:
 
     def save(self) -> None:
         """The state, replaced atomically, and the averaged drafter as a checkpoint."""
-        if not self._ranks.is_first:
-            return
-        partial = self._state_path.with_suffix(".partial")
-        torch.save(self.learner.state(), partial)
-        partial.replace(self._state_path)
-        config = self.learner.network.config
-        draft_to_target = self.learner.shared.draft_to_target if config.draft_vocab_size else None
-        save_checkpoint(
-            self.config.output / "checkpoint", config, self.learner.averaged.state_dict(), draft_to_target
-        )
+        state = self.learner.state()
+        if self._ranks.is_first:
+            partial = self._state_path.with_suffix(".partial")
+            torch.save(state, partial)
+            partial.replace(self._state_path)
+            config = self.learner.network.config
+            draft_to_target = self.learner.shared.draft_to_target if config.draft_vocab_size else None
+            save_checkpoint(
+                self.config.output / CHECKPOINT_FOLDER, config, state["averaged"], draft_to_target
+            )
+        for observer in self._observers:
+            observer.saved(self.learner.step)
 
     def log(self, **values: Any) -> None:
-        """One line to the log, one JSON line to the run's metrics, and the observers."""
-        if not self._ranks.is_first:
-            return
-        minutes = (time.monotonic() - self._started) / 60.0
+        """One line to the log and one to the run's metrics, by the first process; and the observers."""
+        step, minutes = self.learner.step, (time.monotonic() - self._started) / 60.0
         rounded = {name: _rounded(value) for name, value in (values | {"minutes": minutes}).items()}
-        logger.info("step %d: %s", self.learner.step, " ".join(f"{name}={v}" for name, v in rounded.items()))
-        with (self.config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": self.learner.step} | rounded) + "\n")
+        if self._ranks.is_first:
+            logger.info("step %d: %s", step, " ".join(f"{name}={v}" for name, v in rounded.items()))
+            with (self.config.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step} | rounded) + "\n")
         for observer in self._observers:
-            observer(self.learner.step, rounded)
+            observer.figures(step, rounded)
 
 
 class Timer:
@@ -250,8 +278,11 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def train(config: TrainingConfig, observers: Sequence[Observer] = ()) -> None:
-    """Run or continue the training that `config` describes, with the processes that torchrun started.
+def train(
+    config: TrainingConfig, observers: Sequence[Observer] = (), stop: Callable[[], bool] | None = None
+) -> None:
+    """Run or continue the training that `config` describes, with the processes that torchrun or Ray Train
+    started. It stops after a step when `stop` says so; by default on SIGTERM and SIGINT (main thread only).
 
     Raises `ConfigError` (too little data, an architecture that does not fit), `ArtefactError` (a cache or
     state made for something else), `DataError` (a bad line, with `bad_data: stop`) and `NonFiniteLossError`.
@@ -259,24 +290,25 @@ def train(config: TrainingConfig, observers: Sequence[Observer] = ()) -> None:
     ranks = join_ranks()
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    with _StopSignal() as stop:
-        observers = list(observers)
-        if config.tensorboard and ranks.is_first:
-            observers.append(TensorBoardLog(config.output / "tensorboard"))
+    observers = list(observers)
+    if config.tensorboard and ranks.is_first:
+        observers.append(TensorBoardLog(config.output / "tensorboard"))
+    with _StopSignal() if stop is None else nullcontext(stop) as requested:
         target = TransformersTarget(config.target)
-        Run(config, target, stop.requested, ranks=ranks, observers=observers).loop()
+        Run(config, target, requested, ranks=ranks, observers=observers).loop()
     ranks.leave()
 
 
 class _StopSignal:
     """Turns SIGTERM and SIGINT into a request to stop after the current step."""
 
-    def __enter__(self) -> "_StopSignal":
+    def __enter__(self) -> Callable[[], bool]:
+        """Whether to stop."""
         self._requested = False
         self._before = {
             number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)
         }
-        return self
+        return lambda: self._requested
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -285,9 +317,6 @@ class _StopSignal:
     def _request(self, *_: object) -> None:
         logger.info("stopping after this step")
         self._requested = True
-
-    def requested(self) -> bool:
-        return self._requested
 
 
 def main() -> None:

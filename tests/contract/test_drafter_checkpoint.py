@@ -4,18 +4,20 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dspark_ray.core.errors import CheckpointError
+from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.models.drafters.autoregressive import AutoregressiveConfig, AutoregressiveNetwork
 from dspark_ray.models.drafters.checkpoint import load_checkpoint, save_checkpoint
+from dspark_ray.models.drafters.config_json import Verifier
 from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
 from dspark_ray.models.drafters.shape import DrafterShape
+from tests.drafter_families import verifier
 
 CONFIG = DSparkConfig(
     hidden_size=32,
@@ -95,6 +97,9 @@ def test_deepspec_checkpoint_with_stored_copies(tmp_path: Path) -> None:
         {"markov_rank": None, "dspark_markov_rank": 6},
         {"rope_theta": None, "rope_parameters": {"rope_theta": 1e5}},
         {"draft_vocab_size": 20, "sample_from_anchor": True},
+        {"dspark_bonus_anchor": False},
+        {"dflash_config": {"sample_from_anchor": True}},
+        {"sliding_window_non_causal": True},
     ],
     ids=lambda keys: next(reversed(keys)),
 )
@@ -122,6 +127,11 @@ def test_aliases(tmp_path: Path, keys: dict[str, Any]) -> None:
         ({"num_hidden_layers": 3}, r"layers\.2\."),
         ({"num_hidden_layers": 1}, r"no place in the model: layers\.1\."),
         ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"norm_output": True}, "norm_output = True is not supported"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+        ({"is_causal": True}, "is_causal"),
+        ({"dflash_config": {"causal": True}}, r"dflash_config\.causal"),
+        ({"dflash_config": {"use_swa": True}}, r"dflash_config\.use_swa"),
         ({"enable_confidence_head": False}, "confidence_head.proj"),
     ],
 )
@@ -218,6 +228,43 @@ def test_published_speculators_layout(tmp_path: Path, from_anchor: bool | None) 
     )
 
 
+def test_the_anchor_by_other_names(tmp_path: Path) -> None:
+    """Keys of other writers say it too; the present one counts before them."""
+    save(tmp_path)
+    for keys in ({"dspark_bonus_anchor": True}, {"dflash_config": {"sample_from_anchor": False}}):
+        edit(tmp_path, **{"dspark_bonus_anchor": None, "dflash_config": None} | keys)
+        assert not cast(DSparkConfig, load_checkpoint(tmp_path)[0]).sample_from_anchor
+    edit(tmp_path, sample_from_anchor=True)
+    assert cast(DSparkConfig, load_checkpoint(tmp_path)[0]).sample_from_anchor
+
+
+def test_what_speculators_readers_need(tmp_path: Path) -> None:
+    """The key by which they know the layout, the LM head's rows of the draft vocabulary, and q/k norms."""
+    config = dataclasses.replace(CONFIG, qk_norm=True)
+    state = DSparkNetwork(config).state_dict()
+    target = Verifier("the-target", torch.arange(60.0)[:, None].expand(60, 32), 512)
+    save_checkpoint(tmp_path, config, state, DRAFT_TO_TARGET, target)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == "the-target"
+    assert raw["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
+    assert raw["transformer_layer_config"]["max_position_embeddings"] == 512
+    assert (
+        load_file(tmp_path / "model.safetensors")["lm_head.weight"][:, 0].tolist() == DRAFT_TO_TARGET.tolist()
+    )
+    assert load_checkpoint(tmp_path)[0] == config
+    with pytest.raises(ConfigError, match="qk_norm"):
+        save_checkpoint(tmp_path, CONFIG, DSparkNetwork(CONFIG).state_dict(), DRAFT_TO_TARGET, target)
+
+
+def test_a_placeholder_is_ignored_and_a_mask_file_is_not(tmp_path: Path) -> None:
+    save(tmp_path)
+    edit(tmp_path, lambda t: t.update({"mask_embedding": torch.zeros(32)}))
+    assert load_checkpoint(tmp_path)[0] == CONFIG
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"mask_embedding\.pt"):
+        load_checkpoint(tmp_path)
+
+
 def test_published_eagle3_layout(tmp_path: Path) -> None:
     """LlamaForCausalLMEagle3: `midlayer`, no tap ids (inputs of layers 2, n/2 and n − 3), t2d beside d2t."""
     fields = {f.name: getattr(CONFIG, f.name) for f in dataclasses.fields(DrafterShape)}
@@ -225,7 +272,7 @@ def test_published_eagle3_layout(tmp_path: Path) -> None:
     config = AutoregressiveConfig(kind="eagle3", **fields)
     torch.manual_seed(0)
     state = AutoregressiveNetwork(config).state_dict()
-    save_checkpoint(tmp_path, config, state, DRAFT_TO_TARGET, "speculators")
+    save_checkpoint(tmp_path, config, state, DRAFT_TO_TARGET, verifier(60))
     raw = {
         **BACKBONE,
         "num_hidden_layers": 1,
@@ -236,6 +283,11 @@ def test_published_eagle3_layout(tmp_path: Path) -> None:
     edit(tmp_path, lambda t: t.update({"embed_tokens.weight": torch.zeros(60, 32)}))
     loaded, tensors = load_checkpoint(tmp_path, num_target_layers=12)
     assert loaded == config
+    edit(tmp_path, is_causal=True)  # what its rows are anyway
+    assert load_checkpoint(tmp_path, num_target_layers=12)[0] == config
+    edit(tmp_path, speculators_model_type="eagle3")  # whose readers disagree about what is not written
+    with pytest.raises(CheckpointError, match="norm_before_residual"):
+        load_checkpoint(tmp_path, num_target_layers=12)
     assert torch.equal(tensors["lm_head.weight"], state["lm_head.weight"].bfloat16())
 
 

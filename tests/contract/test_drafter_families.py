@@ -13,14 +13,14 @@ from dspark_ray.core.types import SamplingParams
 from dspark_ray.engine.build import DRAFTERS  # with every drafter registered
 from dspark_ray.models.drafters.base import ContextRows, DraftRequest
 from dspark_ray.models.drafters.checkpoint import load_checkpoint, save_checkpoint
-from dspark_ray.models.drafters.config_json import Layout
+from dspark_ray.models.drafters.config_json import Verifier
 from dspark_ray.models.drafters.families import new_network
 from dspark_ray.models.drafters.heads import MARKOV_HEADS
 from dspark_ray.training.anchors import pack
 from dspark_ray.training.cache import CachedSequence
 from dspark_ray.training.forward import run_blocks, share_weights
 from tests.contract.test_drafters import context_for
-from tests.drafter_families import FAMILIES, family_config, family_dir, family_network
+from tests.drafter_families import FAMILIES, family_config, family_dir, family_network, verifier
 from tests.tiny_engine import HIDDEN, request, run, tiny_decoder, tiny_engine
 
 VOCAB = 11
@@ -213,15 +213,15 @@ def test_gated_and_recurrent_heads_by_hand() -> None:
 
 
 @families
-@pytest.mark.parametrize("layout", ["native", "speculators"])
+@pytest.mark.parametrize("named", [None, verifier(VOCAB)], ids=["native", "speculators"])
 @pytest.mark.parametrize("draft_vocab", [None, DRAFT_VOCAB])
 def test_checkpoints_come_back_as_they_were(
-    tmp_path: Path, family: str, layout: Layout, draft_vocab: tuple[int, ...] | None
+    tmp_path: Path, family: str, named: Verifier | None, draft_vocab: tuple[int, ...] | None
 ) -> None:
     config = family_config(family, VOCAB, draft_vocab and len(draft_vocab))
     state = family_network(config).state_dict()
     mapping = None if draft_vocab is None else torch.tensor(draft_vocab)
-    save_checkpoint(tmp_path, config, state, mapping, layout)
+    save_checkpoint(tmp_path, config, state, mapping, named)
     loaded, tensors = load_checkpoint(tmp_path)
     assert loaded == config
     assert tensors.keys() - {"d2t"} == state.keys()

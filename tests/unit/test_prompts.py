@@ -58,6 +58,9 @@ def test_a_limit_stops_before_bad_lines(tmp_path: Path) -> None:
         '{"messages": ["hi"]}',
         '{"prompt_ids": [1, "2"]}',
         '{"prompt_ids": [true]}',
+        '{"messages": [{"role": "robot", "content": "hi"}]}',
+        '{"messages": [{"content": "hi"}]}',
+        "[" * 100_000,
     ],
 )
 def test_the_bad_line_is_named(tmp_path: Path, line: str) -> None:
@@ -68,6 +71,20 @@ def test_the_bad_line_is_named(tmp_path: Path, line: str) -> None:
 def test_a_refusing_template_is_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write(tmp_path, '{"messages": [{"role": "user"}]}')
     with pytest.raises(ConfigError, match=r"prompts\.jsonl:1"):
+        read_prompts(path, tokenizer)
+
+
+def test_bad_lines_can_be_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = tmp_path / "prompts.jsonl"
+    bad = (b"\xff\xfe", b"{", b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "robot"}]}')
+    path.write_bytes(b"\n".join((b'{"prompt": "a"}', *bad, b'{"prompt": "b"}')))
+    told: list[str] = []
+    prompts = read_prompts(path, tokenizer, on_bad_line=told.append)
+    assert [prompt.line for prompt in prompts] == [1, 6]
+    assert sorted(message.split(" ")[0].rstrip(":") for message in told) == [
+        f"{path}:{n}" for n in (2, 3, 4, 5)
+    ]
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl:2 is not UTF-8"):
         read_prompts(path, tokenizer)
 
 

@@ -16,16 +16,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dspark_ray.core.artefact import save_json
-from dspark_ray.core.errors import CheckpointError
+from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.core.json_file import read_json_object
 from dspark_ray.models.drafters.autoregressive import AutoregressiveConfig
-from dspark_ray.models.drafters.config_json import Layout, StoredTensors, config_to_json, parse_config
+from dspark_ray.models.drafters.config_json import StoredTensors, Verifier, config_to_json, parse_config
 from dspark_ray.models.drafters.families import DrafterConfig, new_network
+from dspark_ray.models.drafters.network import DSparkConfig
 from dspark_ray.models.weights import SINGLE_FILE, WeightSource, load_safetensors
 
 D2T_TENSOR = "d2t"  # [Vd] int64, a delta: target_id = draft_id + d2t[draft_id]
 T2D_TENSOR = "t2d"  # [V] bool, what d2t says: which target ids have a draft id
 _LM_HEAD = "lm_head.weight"
+# DFlash checkpoints may bring an embedding of their own for the mask, as a file beside the weights. A tensor
+# of nearly the same name, `mask_embedding`, is a placeholder that no reader uses.
+_MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_UNUSED = "mask_embedding"
 _RENAMED_PREFIXES = (("model.", ""), ("midlayer.", "layers.0."))
 
 
@@ -39,6 +44,10 @@ def load_checkpoint(
     key or tensor that is missing, left over or misshapen.
     """
     raw = read_json_object(path / "config.json", CheckpointError)
+    if (path / _MASK_EMBEDDING_FILE).exists():
+        raise CheckpointError(
+            f"{path}: {_MASK_EMBEDDING_FILE}: a mask with an embedding of its own is not supported"
+        )
     stored = {_network_name(name): tensor for name, tensor in load_safetensors(path).items()}
     if num_target_layers is not None:
         raw.setdefault("num_target_layers", num_target_layers)
@@ -54,25 +63,43 @@ def save_checkpoint(
     config: DrafterConfig,
     state: dict[str, Tensor],
     draft_to_target: Tensor | None,
-    layout: Layout = "native",
+    verifier: Verifier | None = None,
 ) -> None:
     """Write the directory `load_checkpoint` reads. Floating-point tensors become bf16.
 
-    draft_to_target [Vd] int64 target ids of the draft vocabulary, None without one.
+    draft_to_target [Vd] int64 target ids of the draft vocabulary, None without one. With a `verifier` it is
+    speculators' layout; raises `ConfigError` for a drafter that it has no place for.
     """
     assert (draft_to_target is None) == (config.draft_vocab_size is None), "a draft vocabulary needs its map"
+    if verifier is not None:
+        state = state | _for_speculators(config, state, draft_to_target, verifier)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in state.items()}
     if draft_to_target is not None:
         tensors[D2T_TENSOR] = draft_to_target - torch.arange(len(draft_to_target))
-        if layout == "speculators":
+        if verifier is not None:
             known = torch.zeros(config.vocab_size, dtype=torch.bool)
             known[draft_to_target] = True
             tensors[T2D_TENSOR] = known
     partial = path / (SINGLE_FILE + ".partial")
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(path / SINGLE_FILE)
-    save_json(path / "config.json", config_to_json(config, layout))
+    save_json(path / "config.json", config_to_json(config, verifier))
+
+
+def _for_speculators(
+    config: DrafterConfig, state: dict[str, Tensor], draft_to_target: Tensor | None, verifier: Verifier
+) -> dict[str, Tensor]:
+    """The LM head rows of a draft vocabulary, where the drafter has no head of its own: readers of this
+    layout cannot pick them from the target's."""
+    if isinstance(config, DSparkConfig) and not config.qk_norm:
+        raise ConfigError(
+            f"speculators' layers of kind {config.kind!r} norm queries and keys, and would do so with these "
+            "weights: train with architecture.qk_norm: true, or save the native layout"
+        )
+    if draft_to_target is None or _LM_HEAD in state:
+        return {}
+    return {_LM_HEAD: verifier.head_weight[draft_to_target]}
 
 
 def _network_name(stored: str) -> str:
@@ -97,5 +124,5 @@ def _take_tensors(config: DrafterConfig, source: WeightSource) -> dict[str, Tens
     source.take_optional("embed_tokens.weight", (config.vocab_size, config.hidden_size))
     if not (isinstance(config, AutoregressiveConfig) and config.has_own_head):
         source.take_optional(_LM_HEAD, (config.output_size, config.hidden_size))
-    source.finish(ignorable=[T2D_TENSOR])
+    source.finish(ignorable=[T2D_TENSOR, _UNUSED])
     return tensors

@@ -9,6 +9,7 @@ Layouts differ in four things that no shape check would find:
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,8 +19,6 @@ from dspark_ray.core.errors import CheckpointError
 from dspark_ray.models.drafters.autoregressive import AutoregressiveConfig
 from dspark_ray.models.drafters.families import DrafterConfig
 from dspark_ray.models.drafters.network import DSparkConfig
-
-Layout = Literal["native", "speculators"]
 
 _DEFAULT_HORIZON = 7  # an autoregressive drafter's γ where its config does not say what it was trained for
 
@@ -57,9 +56,24 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "attn_output_gate": (False, None),
     "final_logit_softcapping": (None,),
     "use_sliding_window": (False, None),
-    "sliding_window_non_causal": (False, None),
+    "sliding_window_non_causal": (True, False, None),  # of sliding windows, which are refused
     "norm_before_fc": (False, None),
+    "eagle_config.norm_before_fc": (False, None),
+    "fc_norm": (False, None),
+    "norm_output": (False, None),
+    "logit_scale": (1, None),
+    "is_neox_style": (True, None),
+    "use_aux_hidden_state": (True, None),
+    "eagle_config.use_aux_hidden_state": (True, None),
+    "dflash_config.use_aux_hidden_state": (True, None),
+    "dflash_config.causal": (False, None),
+    "dflash_config.use_swa": (False, None),
+    "dflash_config.attention_sink_bias": (False, None),
+    "dflash_config.attention_value_scale": (None,),
+    "add_swa_attention_sink_bias": (False, None),
 }
+# The same for DSpark and DFlash alone: EAGLE-3's rows are causal by nature.
+_NEUTRAL_BLOCK_VALUES: dict[str, tuple[Any, ...]] = {"is_causal": (False, None)}
 
 
 class StoredTensors:
@@ -115,28 +129,50 @@ class StoredTensors:
 def parse_config(raw: dict[str, Any], stored: StoredTensors) -> DrafterConfig:
     """A config.json's object as the drafter's configuration; the tensors say which drafter it is."""
     flat = {**raw.get("transformer_layer_config", {}), **raw}
-    _refuse_unknown_variants(flat)
     kind = stored.kind
+    _refuse_unknown_variants(flat, kind)
     config = _block_config(flat, stored) if kind == "block" else _autoregressive_config(flat, stored, kind)
     _check_config(config, stored)
     return config
 
 
-def config_to_json(config: DrafterConfig, layout: Layout = "native") -> dict[str, Any]:
-    """The keys of the drafter's own family, or speculators'."""
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """What speculators' layout says about the target, in words and in tensors."""
+
+    name: str  # hub id or directory
+    head_weight: Tensor  # [V, H] the LM head
+    max_position_embeddings: int
+
+
+def config_to_json(config: DrafterConfig, verifier: Verifier | None = None) -> dict[str, Any]:
+    """The keys of the drafter's own family; speculators' for a `verifier`."""
     own = _block_keys(config) if isinstance(config, DSparkConfig) else _autoregressive_keys(config)
     if config.context_window is not None:
         own["context_window"] = config.context_window
-    if layout == "native":
+    if verifier is None:
         own |= _tap_keys(config)
         return {**_backbone_keys(config), **own}
     if isinstance(config, DSparkConfig):
         own["sample_from_anchor"] = config.sample_from_anchor  # never left to a reader's default
+    backbone = _backbone_keys(config) | {"max_position_embeddings": verifier.max_position_embeddings}
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.block_size,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
     return {
         **own,
         "architectures": [f"{_SPECULATORS_CLASSES[config.kind]}Speculator"],
         "speculators_model_type": config.kind,
-        "transformer_layer_config": _backbone_keys(config),
+        "speculators_config": {  # by which readers know the layout
+            "algorithm": config.kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier.name, "architectures": []},
+        },
+        "transformer_layer_config": backbone,
         "target_hidden_size": config.hidden_size,
         "num_target_layers": config.num_target_layers,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
@@ -155,7 +191,7 @@ def _block_config(raw: dict[str, Any], stored: StoredTensors) -> DSparkConfig:
     if head_type is not None and (named := raw.get("markov_head_type", head_type)) != head_type:
         raise CheckpointError(f"markov_head_type is {named!r}, the tensors are those of {head_type!r}")
     has_confidence = bool(raw.get("enable_confidence_head", stored.has_confidence_head))
-    from_anchor = bool(raw.get("sample_from_anchor", _samples_from_anchor(raw, head_type)))
+    from_anchor = _samples_from_anchor(raw, head_type)
     return DSparkConfig(
         **_shape(raw, stored),
         block_size=_integer(raw, "block_size") - (0 if from_anchor else 1),
@@ -170,8 +206,13 @@ def _block_config(raw: dict[str, Any], stored: StoredTensors) -> DSparkConfig:
 
 
 def _samples_from_anchor(raw: dict[str, Any], head_type: str | None) -> bool:
-    """Where the key is absent, the layout decides: the anchor predicts in DeepSpec's. It does not in DFlash's
+    """Where no key says it, the layout decides: the anchor predicts in DeepSpec's. It does not in DFlash's
     own, which has no sequential head, nor in speculators' from before it wrote the key."""
+    for key in ("sample_from_anchor", "dflash_config.sample_from_anchor"):
+        if (value := _look_up(raw, key)) is not None:
+            return bool(value)
+    if (bonus := _look_up(raw, "dspark_bonus_anchor")) is not None:
+        return not bonus
     return "speculators_model_type" not in raw and ("dflash_config" not in raw or head_type is not None)
 
 
@@ -179,6 +220,10 @@ def _autoregressive_config(
     raw: dict[str, Any], stored: StoredTensors, kind: Literal["eagle3", "mtp"]
 ) -> AutoregressiveConfig:
     layers = _integer(raw, "num_target_layers")
+    if kind == "eagle3" and "speculators_model_type" in raw and "norm_before_residual" not in raw:
+        raise CheckpointError(
+            "config.json has no norm_before_residual: of speculators' readers some take true then, some false"
+        )
     if not _has_layer_ids(raw) and kind == "eagle3":
         # EAGLE-3's own choice: the inputs of layers 2, n/2 and n − 3.
         ids: tuple[int, ...] = (1, layers // 2 - 1, layers - 4)
@@ -321,10 +366,11 @@ def _layer_ids(raw: dict[str, Any]) -> tuple[int, ...]:
     return tuple(i - 1 for i in ids) if shifted is not None else tuple(ids)
 
 
-def _refuse_unknown_variants(raw: dict[str, Any]) -> None:
-    for key, neutral in _NEUTRAL_VALUES.items():
-        if key in raw and raw[key] not in neutral:
-            raise CheckpointError(f"config.json: {key} = {raw[key]!r} is not supported")
+def _refuse_unknown_variants(raw: dict[str, Any], kind: str) -> None:
+    for key, neutral in (_NEUTRAL_VALUES | (_NEUTRAL_BLOCK_VALUES if kind == "block" else {})).items():
+        value = _look_up(raw, key)
+        if value is not None and value not in neutral:
+            raise CheckpointError(f"config.json: {key} = {value!r} is not supported")
     if any(layer_type != "full_attention" for layer_type in raw.get("layer_types") or ()):
         raise CheckpointError(f"config.json: layer_types {raw['layer_types']} are not all full_attention")
 

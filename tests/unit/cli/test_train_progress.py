@@ -17,9 +17,10 @@ def test_the_latest_figures_are_shown() -> None:
     screen = io.StringIO()
     with Live(console=Console(file=screen, force_terminal=True, width=100)) as live:
         display = TrainingDisplay(live, total_steps=10)
-        display(3, {"loss": 2.5, "blocks_per_s": 12.0})
-        display(4, {"tau_sampling": 1.75, "acceptance_sampling": [0.5, 0.25, 1.0], "acceptance_greedy": []})
-        display(5, {"loss": 2.25})
+        display.figures(3, {"loss": 2.5, "blocks_per_s": 12.0})
+        positions = {"acceptance_sampling": [0.5, 0.25, 1.0], "acceptance_greedy": []}
+        display.figures(4, {"tau_sampling": 1.75, **positions})
+        display.figures(5, {"loss": 2.25})
     last = screen.getvalue().rsplit("5/10", 1)[1]
     assert "2.25" in last
     assert "2.5 " not in last
@@ -48,5 +49,5 @@ def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.Mo
     fake = ModuleType("tensorboard")
     fake.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
-    TensorBoardLog(tmp_path)(7, {"loss": 1.5, "acceptance": [0.5, 0.25]})
+    TensorBoardLog(tmp_path).figures(7, {"loss": 1.5, "acceptance": [0.5, 0.25]})
     assert written == [("loss", 1.5, 7), ("acceptance/1", 0.5, 7), ("acceptance/2", 0.25, 7)]

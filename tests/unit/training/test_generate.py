@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dspark_ray.core.errors import ConfigError
-from dspark_ray.models.prompts import read_prompts
+from dspark_ray.models.prompts import OnBadLine, Prompt, read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.training.answers import answer_prompts, answered_lines
 from dspark_ray.training.data import read_samples
@@ -105,3 +105,24 @@ def test_given_prompts_are_answered_once_each_and_resumed(tmp_path: Path) -> Non
     assert not result.errors
     assert sorted(map(tuple, (p.token_ids for p in prompts))) == sorted(s.prompt_ids for s in result.samples)
     assert {s.temperature for s in result.samples} == {0.0, 1.0}
+
+
+def test_prompts_that_cannot_be_answered_are_named(tmp_path: Path) -> None:
+    """Over-long ones, and answers of one token, are left out or stop the writing."""
+    engine = tiny_engine(None, vocab_size=11, target=tiny_decoder(11), speculation={"mode": "off"})
+    prompts = [Prompt(1, (1, 2)), Prompt(2, (1,) * 5000), Prompt(3, (3, 4))]
+    told: list[str] = []
+
+    def answers(max_tokens: int, on_bad_line: OnBadLine | None) -> list[dict[str, object]]:
+        settings = {"temperatures": (0.0,), "seed": 0, "concurrency": 2, "keep_going": lambda: True}
+        some = answer_prompts(engine, prompts, max_tokens=max_tokens, on_bad_line=on_bad_line, **settings)
+        return list(some)
+
+    assert sorted(answer["prompt_line"] for answer in answers(4, told.append)) == [1, 3]
+    assert [message.split(":")[0] for message in told] == ["line 2 of the prompts"]
+    with pytest.raises(ConfigError, match="line 2 of the prompts"):
+        answers(4, None)
+    told.clear()
+    assert answers(1, told.append) == []
+    assert [told.count(f"line {line} of the prompts has no answer") for line in (1, 2, 3)] == [1, 0, 1]
+    assert not engine.has_work()

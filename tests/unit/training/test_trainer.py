@@ -2,15 +2,19 @@
 
 import json
 import signal
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from dspark_ray.core.errors import ArtefactError, ConfigError, DataError
 from dspark_ray.models.drafters.checkpoint import D2T_TENSOR, load_checkpoint
+from dspark_ray.training.cache import CachedSequence
 from dspark_ray.training.config import (
     ArchitectureConfig,
     OptimizerConfig,
@@ -18,6 +22,7 @@ from dspark_ray.training.config import (
     load_training_config,
 )
 from dspark_ray.training.learner import Learner, NonFiniteLossError, learning_rate
+from dspark_ray.training.observer import Observer
 from dspark_ray.training.target import TransformersTarget
 from dspark_ray.training.trainer import Run, _StopSignal, train
 from tests.unit.training.conftest import write_samples
@@ -134,10 +139,10 @@ def test_stop_request_saves(tiny_run: TrainingConfig) -> None:
 
 
 def test_sigterm_is_a_stop_request() -> None:
-    with _StopSignal() as stop:
-        assert not stop.requested()
+    with _StopSignal() as requested:
+        assert not requested()
         signal.raise_signal(signal.SIGTERM)
-        assert stop.requested()
+        assert requested()
 
 
 def test_growing_data_is_taken_in(tiny_run: TrainingConfig, tmp_path: Path) -> None:
@@ -174,7 +179,18 @@ def test_too_few_sequences_to_share(tiny_run: TrainingConfig) -> None:
 
 def test_observers_see_every_figure(tiny_run: TrainingConfig) -> None:
     seen: list[tuple[int, dict[str, Any]]] = []
-    train(tiny_run, [lambda step, values: seen.append((step, dict(values)))])
+    saved: list[int] = []
+
+    class Notes(Observer):
+        def figures(self, step: int, values: Mapping[str, Any]) -> None:
+            seen.append((step, dict(values)))
+
+        def saved(self, step: int) -> None:
+            assert (tiny_run.output / "state.pt").exists()
+            saved.append(step)
+
+    train(tiny_run, [Notes()])
+    assert saved == [6]
     assert [step for step, values in seen if "loss" in values] == [1, 2, 3, 4, 5, 6]
     assert any("acceptance_sampling" in values for _, values in seen)
 
@@ -193,9 +209,69 @@ def test_nan_stops_before_the_weights_change(tiny_run: TrainingConfig) -> None:
     before = learner.network.norm.weight.clone()
     with torch.no_grad():
         learner.network.fc.weight[0, 0] = float("nan")
-    with pytest.raises(NonFiniteLossError, match=r"step 0: loss nan.*sequences \[\d+, \d+\]"):
+    with pytest.raises(NonFiniteLossError, match=r"step 0: loss nan") as raised:
         learner.train_step(learner.sample_batch(run.cache, run._training, run._lengths))
+    assert len(raised.value.numbers) == 2
     assert torch.equal(learner.network.norm.weight, before)
+
+
+def poison(run: Run, number: int) -> str:
+    """A sequence whose taps are not finite, as those of a target that overflows. Returns its line."""
+    sequence = run.cache.sequence
+
+    def poisoned(wanted: int) -> CachedSequence:
+        found = sequence(wanted)
+        return replace(found, taps=found.taps * float("nan")) if wanted == number else found
+
+    run.cache.sequence = poisoned  # type: ignore[method-assign]
+    return run.cache.origin(number)
+
+
+@pytest.mark.parametrize("bad_data", ["skip", "stop"])
+def test_a_loss_that_is_not_finite_names_its_lines(
+    tiny_run: TrainingConfig, bad_data: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = changed(tiny_run, bad_data=bad_data, optimizer={"total_steps": 30})
+    run = Run(config, TransformersTarget(config.target), stop=lambda: False)
+    line = poison(run, 7)
+    assert line.endswith("data.jsonl:8")
+    if bad_data == "stop":
+        with pytest.raises(NonFiniteLossError, match=r"data\.jsonl:8"):
+            run.loop()
+        return
+    run.loop()
+    skipped = [message for message in caplog.messages if "skipped step" in message]
+    assert skipped
+    assert all(line in message for message in skipped)
+    assert sorted(losses(config)) == sorted(set(range(1, 31)) - {int(m.split()[2][:-1]) + 1 for m in skipped})
+    assert all(torch.isfinite(weight).all() for weight in run.learner.network.parameters())
+
+
+def test_a_training_that_has_diverged_stops(tiny_run: TrainingConfig) -> None:
+    run = Run(tiny_run, TransformersTarget(tiny_run.target), stop=lambda: False)
+    with torch.no_grad():
+        run.learner.network.fc.weight[0, 0] = float("nan")
+    with pytest.raises(NonFiniteLossError, match="step 2"):  # the third
+        run.loop()
+
+
+def test_a_target_that_is_not_finite_names_the_line(tiny_run: TrainingConfig, tmp_path: Path) -> None:
+    target = TransformersTarget(tiny_run.target)
+    hidden_states = target.hidden_states
+
+    def overflow(tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        taps, hidden = hidden_states(tokens, layers)
+        return taps, hidden * float("nan") if len(tokens) == 21 + 3 else hidden
+
+    target.hidden_states = overflow  # type: ignore[method-assign]
+    run = Run(tiny_run, target, stop=lambda: False)
+    assert len(run.cache) == 38  # two of the 40 samples are that long
+    assert run.cache.origin(3).endswith("data.jsonl:5")
+    stopping = changed(tiny_run, bad_data="stop", cache={"folder": tmp_path / "other"})
+    with pytest.raises(
+        DataError, match=r"data\.jsonl:4: the target's hidden states or probabilities are not"
+    ):
+        Run(stopping, target, stop=lambda: False)
 
 
 def test_first_layer_starts_with_the_targets_context_keys(tiny_run: TrainingConfig) -> None:

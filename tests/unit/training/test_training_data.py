@@ -37,7 +37,11 @@ def test_good_line(tmp_path: Path) -> None:
         (json.dumps(GOOD | {"prompt_ids": []}).encode(), "prompt_ids is empty"),
         (json.dumps(GOOD | {"prompt_ids": [11]}).encode(), "outside the vocabulary"),
         (json.dumps(GOOD | {"prompt_ids": [1] * 7}).encode(), "max_length"),
-        (json.dumps(GOOD | {"temperature": "hot"}).encode(), "could not convert"),
+        (json.dumps(GOOD | {"temperature": "hot"}).encode(), "temperature must be a number"),
+        (json.dumps(GOOD | {"temperature": None}).encode(), "temperature must be a number"),
+        (json.dumps(GOOD | {"temperature": float("nan")}).encode(), "temperature must be a number"),
+        (json.dumps(GOOD | {"temperature": -1}).encode(), "temperature must be a number"),
+        (b"[" * 100_000, "recursion"),
     ],
 )
 def test_bad_line_is_reported_and_skipped(tmp_path: Path, line: bytes, reason: str) -> None:
@@ -45,6 +49,7 @@ def test_bad_line_is_reported_and_skipped(tmp_path: Path, line: bytes, reason: s
     path.write_bytes(line + b"\n" + json.dumps(GOOD).encode() + b"\n")
     result = read(path)
     assert len(result.samples) == 1
+    assert result.offsets == [len(line) + 1]
     assert len(result.errors) == 1
     assert result.errors[0].startswith(f"{path}:1: ")
     assert reason in result.errors[0]
