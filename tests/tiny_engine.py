@@ -19,6 +19,7 @@ from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import AdapterRef, Request, RequestOutput, SamplingParams
 from dspark_ray.engine.build import DRAFTERS  # with every drafter registered
+from dspark_ray.engine.device_acceptance import verify_on_device
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import Drafter, DrafterContext
@@ -183,6 +184,17 @@ def tiny_engine(
     return Engine(
         config, target, drafter, table, ManualClock(), eos_token_ids=eos_token_ids, adjusters=adjusters
     )
+
+
+PATHS = ("host", "device")
+"""Who chooses tokens: code of the host, or what runs on a GPU, here on tensors of the CPU."""
+
+
+def on_path(path: str, engine: Engine) -> Engine:
+    """The engine, choosing tokens as on a GPU where `path` is "device"."""
+    if path == "device":
+        engine.acceptor = verify_on_device
+    return engine
 
 
 def request(

@@ -47,6 +47,10 @@ class Verdict:
     next_token: int
 
 
+Acceptor = Callable[[Tensor, Seq[VerifyRequest], Tensor | None], list[Verdict]]
+"""Who judges: `verify` on the host, or device_acceptance.py. Arguments and result are `verify`'s."""
+
+
 def verify(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     """Verdicts in the order of `requests`. logits [M, V]; vocab_map [Vd] draft id → target id or None."""
     groups: dict[Rule, list[int]] = {}

@@ -29,7 +29,7 @@ from dspark_ray.core.types import (
     SurvivalReport,
     VerificationMode,
 )
-from dspark_ray.engine.acceptance import Verdict, VerifyRequest, verify
+from dspark_ray.engine.acceptance import Verdict, VerifyRequest
 from dspark_ray.engine.adapters import Adapters
 from dspark_ray.engine.admission import Admission
 from dspark_ray.engine.batch import VerifyBatch, Work, pack
@@ -37,6 +37,7 @@ from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
 from dspark_ray.engine.context_watch import ContextWatch
 from dspark_ray.engine.coupling import Coupling
+from dspark_ray.engine.device_acceptance import acceptor_for
 from dspark_ray.engine.draft_log import DraftLog
 from dspark_ray.engine.grammar import Grammars
 from dspark_ray.engine.graphs import GraphedTarget
@@ -116,6 +117,7 @@ class Engine:
         self.hot_swap: HotSwap | None = None  # set by `build_engine`
         if drafter is not None:
             self.pool.keep_contexts(drafter.context_digests)
+        self.acceptor = acceptor_for(target.device)
         self.graphs: GraphedTarget | None = None  # set by `build_engine` on a GPU
         self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
         adaptive = config.speculation.mode is VerificationMode.ADAPTIVE
@@ -279,7 +281,7 @@ class Engine:
             )
             row += len(tokens) + 1
         vocab_map = self.drafter.vocab_map if self.drafter else None
-        found = iter(verify(forwarded.logits, requests, vocab_map))
+        found = iter(self.acceptor(forwarded.logits, requests, vocab_map))
         return [next(found) if item.needs_logits else None for item in batch.work]
 
     def _commit(

@@ -12,6 +12,7 @@ from dspark_kernels import sampling as kernels
 from torch import Tensor
 
 from dspark_ray.core.types import SamplingParams
+from dspark_ray.models.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def sampling_rows(
     """Columns for `filtered_probs`; filters that no row uses cost nothing."""
 
     def column(values: Seq[float], used: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1) if used else None
+        return to_device(torch.tensor(values, dtype=dtype).unsqueeze(1), device) if used else None
 
     top_k = [min(p.top_k or vocab_size, vocab_size) for p in params]
     temperature = column([p.temperature for p in params], used=True)

@@ -13,7 +13,7 @@ import torch
 
 from dspark_ray.core.clock import Clock
 from dspark_ray.core.types import Request, SamplingParams
-from dspark_ray.engine.acceptance import VerifyRequest, verify
+from dspark_ray.engine.acceptance import VerifyRequest
 from dspark_ray.engine.batch import Work, pack
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.sequence import Draft, Sequence, new_sequence
@@ -87,7 +87,7 @@ class StepTimer:
             if item.needs_logits:
                 requests.append(VerifyRequest(row, item.draft_tokens, None, _GREEDY, item.sequence.rng))
                 row += len(item.draft_tokens) + 1
-        verify(forwarded.logits, requests, None)
+        engine.acceptor(forwarded.logits, requests, None)
         return self._clock.now_ms() - started_ms
 
     @torch.inference_mode()

@@ -19,7 +19,16 @@ from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.token_rules import token_rules
 from tests.contract.test_engine_law import chi_square_z
 from tests.reference import dense_logits
-from tests.tiny_engine import request, run, steep_table, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import (
+    PATHS,
+    on_path,
+    request,
+    run,
+    steep_table,
+    tiny_decoder,
+    tiny_drafter_dir,
+    tiny_engine,
+)
 
 VOCAB, LENGTH, NUM_REQUESTS = 6, 3, 1000
 PROMPT = (1, 3, 2)
@@ -98,8 +107,9 @@ def check_drafts(engine: Engine) -> None:
     assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
 
 
-def test_joint_law_under_rules(checkpoint: Path, constrained_law: np.ndarray) -> None:
-    engine = law_engine(checkpoint, "adaptive")
+@pytest.mark.parametrize("path", PATHS)
+def test_joint_law_under_rules(checkpoint: Path, constrained_law: np.ndarray, path: str) -> None:
+    engine = on_path(path, law_engine(checkpoint, "adaptive"))
     z = chi_square_z(sample_counts(engine, RULES), constrained_law)
     check_drafts(engine)
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
@@ -114,8 +124,9 @@ def test_joint_law_of_forbidden_proposals(constrained_law: np.ndarray) -> None:
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 
-def test_joint_law_over_seeds(checkpoint: Path) -> None:
-    engine = law_engine(checkpoint, "adaptive")
+@pytest.mark.parametrize("path", PATHS)
+def test_joint_law_over_seeds(checkpoint: Path, path: str) -> None:
+    engine = on_path(path, law_engine(checkpoint, "adaptive"))
     z = chi_square_z(sample_counts(engine, PLAIN, shared_noise=True), exact_law(PLAIN))
     check_drafts(engine)
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"

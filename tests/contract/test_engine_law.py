@@ -6,19 +6,29 @@ The exact law comes from the target alone (every path enumerated, filters applie
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from dspark_ray.core.types import SamplingParams
-from dspark_ray.engine import acceptance
+from dspark_ray.engine import acceptance, device_acceptance
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
 from tests.drafter_families import family_dir
 from tests.reference import dense_logits
-from tests.tiny_engine import request, run, steep_table, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import (
+    PATHS,
+    on_path,
+    request,
+    run,
+    steep_table,
+    tiny_decoder,
+    tiny_drafter_dir,
+    tiny_engine,
+)
 
 VOCAB = 5
 PROMPT = (1, 3, 2)
@@ -91,10 +101,11 @@ def law_engine(checkpoint: Path, mode: str) -> Engine:
     )
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", MODES)
-def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode: str) -> None:
+def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode: str, path: str) -> None:
     assert exact_law.sum() == pytest.approx(1.0, abs=1e-6)
-    engine = law_engine(checkpoint, mode)
+    engine = on_path(path, law_engine(checkpoint, mode))
     z = chi_square_z(sample_counts(engine), exact_law)
     counters = engine.counters
     if mode != "off":
@@ -108,16 +119,17 @@ def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode:
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 
-def test_joint_law_with_chances_that_are_learnt(tmp_path: Path, exact_law: np.ndarray) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_joint_law_with_chances_that_are_learnt(tmp_path: Path, exact_law: np.ndarray, path: str) -> None:
     """A live estimator, with steps that verify in full for its sake, in the adaptive mode."""
-    path = family_dir(tmp_path, "eagle3", VOCAB, (0, 1, 3, 4))
+    folder = family_dir(tmp_path, "eagle3", VOCAB, (0, 1, 3, 4))
     engine = tiny_engine(
-        path,
+        folder,
         vocab_size=VOCAB,
         engine={"max_waiting": NUM_REQUESTS, "max_running": 8},
-        speculation={"mode": "adaptive", "drafter": {"kind": "eagle3", "path": str(path)}},
+        speculation={"mode": "adaptive", "drafter": {"kind": "eagle3", "path": str(folder)}},
     )
-    z = chi_square_z(sample_counts(engine, 1_500), exact_law)
+    z = chi_square_z(sample_counts(on_path(path, engine), 1_500), exact_law)
     counters = engine.counters
     assert counters.accepted_tokens > 0
     assert counters.rejected_tokens > 0
@@ -125,26 +137,45 @@ def test_joint_law_with_chances_that_are_learnt(tmp_path: Path, exact_law: np.nd
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 
-def test_joint_law_with_prompt_look_up(exact_law: np.ndarray) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_joint_law_with_prompt_look_up(exact_law: np.ndarray, path: str) -> None:
     engine = tiny_engine(None, vocab_size=VOCAB, engine={"max_waiting": NUM_REQUESTS, "max_running": 128})
-    z = chi_square_z(sample_counts(engine), exact_law)
+    z = chi_square_z(sample_counts(on_path(path, engine)), exact_law)
     assert engine.counters.accepted_tokens > 0
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 
+@pytest.mark.parametrize("path", PATHS)
 def test_a_planted_bias_of_two_percent_is_found(
-    checkpoint: Path, exact_law: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, exact_law: np.ndarray, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """2% of the draws replaced by the least likely token that is allowed fail at the same sample size."""
-    fair, rng = acceptance.sample_from, np.random.default_rng(0)
+    plant_bias(path, monkeypatch)
+    assert chi_square_z(sample_counts(on_path(path, law_engine(checkpoint, "fixed"))), exact_law) > 4
+
+
+def plant_bias(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two percent, in the draw after the accepted tokens."""
+    rng = np.random.default_rng(0)
+    fair, fairly_accepted = acceptance.sample_from, device_acceptance.accept
+
+    def cheat(weights: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+        cheated = torch.from_numpy(rng.random(len(drawn)) < 0.02)
+        return torch.where(cheated, torch.where(weights > 0, weights, 2.0).argmin(-1), drawn)
 
     def biased(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-        cheated = torch.from_numpy(rng.random(len(uniforms)) < 0.02)
-        least = torch.where(probs > 0, probs, 2.0).argmin(-1)
-        return torch.where(cheated, least, fair(probs, uniforms))
+        return cheat(probs, fair(probs, uniforms))
 
-    monkeypatch.setattr(acceptance, "sample_from", biased)
-    assert chi_square_z(sample_counts(law_engine(checkpoint, "fixed")), exact_law) > 4
+    def biased_on_device(
+        probs: torch.Tensor, drafted: torch.Tensor, row_start: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        counts, drawn = fairly_accepted(probs, drafted, row_start, *rest)
+        return counts, cheat(probs[row_start[:-1].long() + counts], drawn)
+
+    if path == "host":
+        monkeypatch.setattr(acceptance, "sample_from", biased)
+    else:
+        monkeypatch.setattr(device_acceptance, "accept", biased_on_device)
 
 
 def test_two_percent_of_moved_mass_is_found(checkpoint: Path, exact_law: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from dspark_kernels import dispatch, torch_ops
 
 from dspark_ray.engine.graphs import GraphedTarget
 from tests.contract.test_graphs import RerunCapturer
-from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import on_path, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dspark-ray[gpu]'")
 pytestmark = [
@@ -24,6 +24,7 @@ REQUESTS = [
     request("greedy", [1, 2, 3], temperature=0.0, max_tokens=5),
     request("seeded", [6, 7, 8, 9], temperature=1.0, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=5),
     request("ruled", [3], temperature=0.0, frequency_penalty=0.7, max_tokens=4),
+    request("drawn", [5, 2], temperature=1.0, seed=2, shared_noise=False, top_p=0.9, max_tokens=4),
 ]
 
 
@@ -33,10 +34,10 @@ def version(name: str) -> dispatch.Ops:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "draft_vocab", "captures"),
-    [("float32", None, False), ("bfloat16", range(1, VOCAB, 2), True)],
+    ("dtype", "draft_vocab", "path"),
+    [("float32", None, "host"), ("bfloat16", range(1, VOCAB, 2), "device")],
 )
-def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vocab, captures):
+def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vocab, path):
     checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=draft_vocab)
     texts = {}
     for name in ("torch", "triton"):
@@ -47,10 +48,11 @@ def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vo
             vocab_size=VOCAB,
             target=target,
             model={"dtype": dtype},
-            engine={"max_running": 3, "kv_num_blocks": 64},
+            engine={"max_running": 4, "kv_num_blocks": 64},
         )
-        if captures and name == "triton":
+        on_path(path, engine)
+        if path == "device" and name == "triton":
             engine.graphs = GraphedTarget(engine.config, target, engine.kv, RerunCapturer())
-            engine.graphs.sizes = (8, 15)
+            engine.graphs.sizes = (8, 20)
         texts[name] = run(engine, REQUESTS)
     assert texts["triton"] == texts["torch"]

@@ -1,0 +1,142 @@
+"""`verify` for logits on a GPU: what stands is decided there, and one small copy brings it to the host.
+
+The rules are those of `acceptance.py`, in the kernels of `dspark_kernels.sampling`. Greedy and seeded
+requests get the same tokens as on the host. With the rejection rule the law is the same and the randomness
+is used otherwise: the token after the accepted ones wins a race (dspark_kernels.noise) whose key is drawn for
+it, where the host looks up a point of a cumulative sum. Requests with an adjuster, which works on the host,
+are verified there.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from dspark_kernels.choose import argmax
+from dspark_kernels.noise import noisy_argmax
+from dspark_kernels.sampling import accept, leading_matches
+from torch import Tensor
+
+from dspark_ray.core.types import AcceptanceRule
+from dspark_ray.engine.acceptance import Acceptor, Verdict, VerifyRequest, verify
+from dspark_ray.models.sampling import filtered_probs, sampling_rows
+from dspark_ray.models.transfer import arrays_to_device, to_host
+
+
+def acceptor_for(device: torch.device) -> Acceptor:
+    """How an engine whose target is there verifies."""
+    return verify if device.type == "cpu" else verify_on_device
+
+
+def verify_on_device(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
+    """As `verify`. The device's work is started first; then the host does its own, and waits."""
+    groups: dict[AcceptanceRule, list[int]] = {}
+    by_host: list[int] = []
+    for index, request in enumerate(requests):
+        own = groups.setdefault(request.sampling.rule, []) if request.adjuster is None else by_host
+        own.append(index)
+    found = [
+        torch.stack(_RULES[rule](_flatten(logits, [requests[i] for i in members]), vocab_map))
+        for rule, members in groups.items()
+    ]  # [2, R'] each
+    verdicts = dict(zip(by_host, verify(logits, [requests[i] for i in by_host], vocab_map), strict=True))
+    if found:
+        counts, tokens = to_host(torch.cat(found, dim=1)).tolist()
+        decided = zip(counts, tokens, strict=True)
+        order = [index for members in groups.values() for index in members]
+        verdicts |= {index: Verdict(*pair) for index, pair in zip(order, decided, strict=True)}
+    return [verdicts[index] for index in range(len(requests))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ragged:
+    """R requests with their rows side by side: one for each draft token, and one after those."""
+
+    requests: Seq[VerifyRequest]
+    lengths: list[int]  # R × ℓ
+    logits: Tensor  # [M, V]
+    drafted: Tensor  # [M] int64 target ids; 0 in a request's last row
+    owner: Tensor  # [M] int64, whose row it is
+    row_start: Tensor  # [R + 1] int32
+
+    @property
+    def most(self) -> int:
+        return max(self.lengths)
+
+
+def _flatten(logits: Tensor, requests: Seq[VerifyRequest]) -> _Ragged:
+    lengths = [len(r.draft_tokens) for r in requests]
+    sizes = np.array(lengths) + 1
+    starts = np.concatenate([[0], sizes.cumsum()])
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    drafted = np.array([token for r in requests for token in (*r.draft_tokens, 0)], dtype=np.int64)
+    rows = np.array([r.first_row for r in requests])[owner] + np.arange(len(owner)) - starts[owner]
+    *placed, chosen = arrays_to_device(logits.device, drafted, owner, starts, rows)
+    if len(rows) < len(logits):  # else all of them, which come in order
+        logits = logits.index_select(0, chosen)
+    return _Ragged(requests, lengths, logits, placed[0], placed[1], placed[2].int())
+
+
+def _by_argmax(ragged: _Ragged, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    return leading_matches(argmax(ragged.logits), ragged.drafted, ragged.row_start, ragged.most)
+
+
+def _by_shared_noise(ragged: _Ragged, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    noise = np.concatenate([r.noise_keys for r in ragged.requests if r.noise_keys is not None])
+    (keys,) = arrays_to_device(ragged.logits.device, noise)
+    chosen = noisy_argmax(_probs(ragged), keys, None)
+    return leading_matches(chosen, ragged.drafted, ragged.row_start, ragged.most)
+
+
+def _by_rejection(ragged: _Ragged, vocab_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    requests, device = ragged.requests, ragged.logits.device
+    # The last row's number of each request is not looked at.
+    chances = np.concatenate([r.rng.random(n + 1) for r, n in zip(requests, ragged.lengths, strict=True)])
+    keys = np.array([r.rng.integers(-(2**63), 2**63, dtype=np.int64) for r in requests])
+    hot = np.array([r.draft_probs is None for r in requests], dtype=np.int64)
+    uniforms, draw_keys, one_hot = arrays_to_device(device, chances, keys, hot)
+    draft_probs, draft_ids = _draft_probs(ragged), None
+    if draft_probs is not None and vocab_map is not None:
+        draft_ids = torch.searchsorted(vocab_map, ragged.drafted).clamp_(max=len(vocab_map) - 1)
+    return accept(
+        _probs(ragged),
+        ragged.drafted,
+        ragged.row_start,
+        ragged.most,
+        uniforms,
+        draw_keys,
+        draft_probs,
+        one_hot.bool() if draft_probs is not None and hot.any() else None,
+        vocab_map if draft_probs is not None else None,
+        draft_ids,
+    )
+
+
+def _draft_probs(ragged: _Ragged) -> Tensor | None:
+    """q of every row [M, Vd]; anything where a request has none or no token was drafted. None: nobody has."""
+    known = [r.draft_probs for r in ragged.requests if r.draft_probs is not None]
+    if not known:
+        return None
+    anything, parts = known[0][:1], []
+    for request, length in zip(ragged.requests, ragged.lengths, strict=True):
+        if request.draft_probs is None:
+            parts.append(anything.expand(length + 1, -1))
+        else:
+            parts += [request.draft_probs[:length], anything]
+    return torch.cat(parts)
+
+
+def _probs(ragged: _Ragged) -> Tensor:
+    """p of every row. → [M, V] fp32"""
+    logits = ragged.logits
+    columns = sampling_rows([r.sampling for r in ragged.requests], logits.shape[1], logits.device)
+    return filtered_probs(logits, columns.select(ragged.owner))
+
+
+_RULES: dict[AcceptanceRule, Callable[[_Ragged, Tensor | None], tuple[Tensor, Tensor]]] = {
+    AcceptanceRule.GREEDY: _by_argmax,
+    AcceptanceRule.SHARED_NOISE: _by_shared_noise,
+    AcceptanceRule.REJECTION: _by_rejection,
+}
+"""(the rows, vocab_map) → tokens that stand and the target's own after them, [R] int64 each."""
