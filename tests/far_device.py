@@ -5,14 +5,25 @@ with far_device() as device:
     x + torch.zeros(3)  # AssertionError: a tensor of the CPU in an op of the device
 
 What a step on a GPU may not do fails here, too: mixing tensors of both (but for numbers and indices, as
-CUDA), reading values through NumPy. `.cpu()`, `.tolist()`, `.item()` and `.to(device)` work.
+CUDA), reading values through NumPy. `.cpu()`, `.tolist()`, `.item()` and `.to(device)` work, and are noted:
+
+with far_device() as device, host_waits() as waits:
+    x.tolist()  # waits == ["tolist"]
+
+A wait is what torch.cuda.set_sync_debug_mode("error") refuses, and what brings values to the host: copies to
+it and blocking ones from it, shapes that depend on values. The ops of `dspark_kernels` are kernels of the
+device: their reference runs on what the tensors hold, and however it does, nothing waits for it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
+from dspark_kernels import dispatch
+from dspark_kernels.attention import PagedBatch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +32,25 @@ from torch.utils._pytree import tree_map
 CPU = torch.device("cpu")
 FAR = torch.device("meta")  # stands for the device's name; meta kernels never run
 _INDEXING = ("aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_")
+_SHAPED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::equal")
+_NUMBERS = ("aten::_local_scalar_dense", "aten::item", "aten::is_nonzero")
+_watching: list[list[str]] = []
+
+
+@contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """Notes every op that makes the host wait for the device, by name."""
+    waits: list[str] = []
+    _watching.append(waits)
+    try:
+        yield waits
+    finally:
+        _watching.remove(waits)
+
+
+def _note_wait(name: str) -> None:
+    for waits in _watching:
+        waits.append(name)
 
 
 class FarTensor(Tensor):
@@ -42,6 +72,7 @@ class FarTensor(Tensor):
         return made
 
     def tolist(self) -> Any:
+        _note_wait("tolist")
         return self.held.tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,15 +106,27 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if name in ("aten::to", "aten::_to_copy"):
         to_far = any_far if target is None else target.type != "cpu"
         if to_far != any_far:  # another memory: always a copy
+            if not to_far or not _is_non_blocking(func, args, kwargs):
+                _note_wait(name)
             copied = _crossed(func, args, kwargs)
             return FarTensor(copied) if to_far else copied
-    elif name in ("aten::copy_", "aten::_local_scalar_dense"):
-        to_far = any_far and name == "aten::copy_"
+    elif name in _NUMBERS:
+        to_far = False
+        _note_wait(name)
+    elif name == "aten::copy_":
+        to_far = any_far
+        if any_far and near and (args[0] is near[0] or not _is_non_blocking(func, args, kwargs)):
+            _note_wait(name)
     else:
         to_far = any_far or (target is not None and target.type != "cpu")
         strangers = [t for t in near if t.dim() > 0] if any_far else []
         if name in _INDEXING:
             strangers = [t for t in strangers if t.dtype not in (torch.int64, torch.bool)]
+            indices = [t for t in args[1] if t is not None]
+            if any_far and any(t.dtype == torch.bool or not isinstance(t, FarTensor) for t in indices):
+                _note_wait(name)
+        if any_far and _is_shaped_by_values(func, args, kwargs):
+            _note_wait(name)
         shapes = [tuple(t.shape) for t in strangers]
         assert not strangers, f"{name}: a tensor of the CPU {shapes} in an op of the device"
     if "device" in {a.name for a in func._schema.arguments}:
@@ -92,6 +135,23 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if func._schema.is_mutable and args and isinstance(args[0], FarTensor) and out is not None:
         return args[0]
     return tree_map(lambda x: FarTensor(x) if isinstance(x, Tensor) and to_far else x, out)
+
+
+def _given(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name."""
+    names = [argument.name for argument in func._schema.arguments]
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
+
+
+def _is_non_blocking(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return bool(_given(func, args, kwargs).get("non_blocking", False))
+
+
+def _is_shaped_by_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if func._schema.name == "aten::repeat_interleave":
+        given = _given(func, args, kwargs)
+        return isinstance(given["repeats"], Tensor) and given.get("output_size") is None
+    return func._schema.name in _SHAPED_BY_VALUES
 
 
 def _crossed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -126,14 +186,49 @@ class _FromNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.tensor and kwargs.get("device") == FAR:
+            _note_wait("tensor")
             return FarTensor(func(*args, **kwargs | {"device": CPU}))
         if func in (Tensor.__getitem__, Tensor.__setitem__) and isinstance(args[0], FarTensor):
             args = (args[0], _indices(args[1]), *args[2:])
         return func(*args, **kwargs)
 
 
+class _Kernels:
+    """Ops of another version for tensors of the device."""
+
+    def __init__(self, ops: ModuleType) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(self._ops, name)
+
+        def launched(*args: Any) -> Any:
+            if not any(isinstance(x, FarTensor) for x in args):
+                return op(*args)
+            near = [x for x in args if isinstance(x, Tensor) and not isinstance(x, FarTensor)]
+            assert not near, f"{name}: a tensor of the CPU in a kernel of the device"
+            out = op(*map(_taken, args))
+            return tree_map(lambda x: FarTensor(x) if isinstance(x, Tensor) else x, out)
+
+        return launched
+
+
+def _taken(x: object) -> object:
+    """What a kernel finds behind its argument."""
+    if isinstance(x, PagedBatch):
+        fields = {f.name: getattr(x, f.name) for f in dataclasses.fields(x)}
+        assert not any(isinstance(v, Tensor) and not isinstance(v, FarTensor) for v in fields.values())
+        return PagedBatch(**{name: _held(value) for name, value in fields.items()})
+    return _held(x)
+
+
 @contextmanager
 def far_device() -> Iterator[torch.device]:
-    # All in inference mode: a view of a subclass made outside of it fails inside.
-    with torch.inference_mode(), _FromNumbers(), _FarMode():
-        yield FAR
+    plain = dispatch.torch_ops
+    dispatch.torch_ops = _Kernels(plain)  # type: ignore[assignment]
+    try:
+        # All in inference mode: a view of a subclass made outside of it fails inside.
+        with torch.inference_mode(), _FromNumbers(), _FarMode():
+            yield FAR
+    finally:
+        dispatch.torch_ops = plain

@@ -194,6 +194,9 @@ def on_path(path: str, engine: Engine) -> Engine:
     """The engine, choosing tokens as on a GPU where `path` is "device"."""
     if path == "device":
         engine.acceptor = verify_on_device
+        for owner in (engine.drafter, getattr(engine.drafter, "heads", None)):
+            if hasattr(owner, "chooses_on_device"):
+                owner.chooses_on_device = True
     return engine
 
 

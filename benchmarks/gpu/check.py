@@ -80,15 +80,18 @@ def _sections(args: argparse.Namespace, out: Path) -> list[Section]:
     tests = ("-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider")
     if args.device == "cuda":
         kernels = (*tests, "tests/gpu/test_triton_kernels.py")
-        engine = (*tests, "tests/gpu/test_engine.py")
+        engine = (*tests, "tests/gpu/test_engine.py", "-k", "not waits")
+        waits = (*tests, "tests/gpu/test_engine.py", "-k", "waits")
     else:  # a few cases through the interpreter, and the engine's captured passes without a GPU
         kernels = (*tests, "tests/contract/test_triton_kernels.py", "-k", "silu_mul or leading_matches")
         engine = (*tests, "tests/contract/test_graphs.py", "-k", "sizes or pad_rows")
+        waits = (*tests, "tests/contract/test_device.py", "-k", "what_counts_as_a_wait")
     sections = [
         script("attention", 60),
         script("model", 190),
-        Section("engine", 60, engine),
-        Section("kernels", 140, kernels),
+        Section("engine", 50, engine),
+        Section("waits", 35, waits),  # of the host for the device, in a step
+        Section("kernels", 120, kernels),
         Section("plots", 25, (str(here / "plots.py"), str(out))),
     ]
     return [section for section in sections if not args.only or section.name in args.only]

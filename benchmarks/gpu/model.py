@@ -1,13 +1,15 @@
 """Section `model`: a target of Qwen3-8B's shape with random weights and a 5-layer DSpark drafter.
 
 Figures, in order: bandwidth of the memory and the share of it at 1 token; the step table (verification by
-rows, drafting by requests, captured sizes as stairs); the heads' share of a round; adaptive lengths against
-fixed ones, real steps with acceptance drawn from a made-up law. Random weights take the time that real ones
-take.
+rows, drafting by requests, captured sizes as stairs); the heads' share of a round; acceptance on the device
+and by the host; drafting with captured passes and without; whole steps against what their parts take;
+adaptive lengths against fixed ones, real steps with acceptance drawn from a made-up law. Random weights take
+the time that real ones take.
 """
 
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -23,13 +25,18 @@ from torch import Tensor
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig, parse_app_config
+from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.engine.acceptance import VerifyRequest, verify
 from dspark_ray.engine.batch import pack
 from dspark_ray.engine.build import DRAFTERS
+from dspark_ray.engine.device_acceptance import verify_on_device
 from dspark_ray.engine.engine import Engine
-from dspark_ray.engine.graphs import CudaCapturer, GraphedTarget
-from dspark_ray.models.drafters.base import DrafterContext
+from dspark_ray.engine.graphs import GraphedTarget
+from dspark_ray.models.drafters.base import DrafterContext, GraphedDrafter
 from dspark_ray.models.drafters.checkpoint import save_checkpoint
+from dspark_ray.models.drafters.dspark import DSparkDrafter
 from dspark_ray.models.drafters.network import DSparkConfig, DSparkNetwork
+from dspark_ray.models.graphs import CudaCapturer
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig
 from dspark_ray.models.targets.decoder import Decoder
 from dspark_ray.models.weights import WeightSource
@@ -107,6 +114,9 @@ def main() -> int:
     if table is not None:
         known = table
         results.measure("heads", lambda: heads_share(engine, known, device, most))
+        results.measure("acceptance", lambda: acceptance(raw["vocab_size"], device, most))
+        results.measure("drafting", lambda: drafting(engine, device, most))
+        results.measure("steps", lambda: whole_steps(engine, known, most, 3 if args.tiny else 20))
         results.measure("policies", lambda: policies(engine, known, most, 2 if args.tiny else 8))
     return 1 if results.failures else 0
 
@@ -144,8 +154,12 @@ def make_engine(
     )
     engine = Engine(config, target, drafter, None, SystemClock())
     if device.type == "cuda" and cuda_version() is not torch_ops:
-        engine.graphs = GraphedTarget(config, target, engine.kv, CudaCapturer())
+        capturer = CudaCapturer()
+        engine.graphs = GraphedTarget(config, target, engine.kv, capturer)
         engine.graphs.capture_all(drafter.taps)
+        assert isinstance(drafter, GraphedDrafter)
+        drafter.use_graphs(capturer, most)
+        drafter.capture_all()
     return engine
 
 
@@ -236,6 +250,71 @@ def heads_share(engine: Engine, table: StepTable, device: torch.device, most: in
         with torch.inference_mode():
             ms = stream_ms(partial(markov_chain, base, heads.w1, heads.w2, anchors, None), device)
         found["by_gamma"][gamma] = {"ms": ms, "share_of_round": ms / round_ms}
+    return found
+
+
+def acceptance(vocab: int, device: torch.device, most: int) -> list[dict[str, Any]]:
+    """Judging an anchor and three drafted tokens of each request, until the host knows: here and there."""
+    rng, found = np.random.default_rng(0), []
+    rules = {
+        "greedy": SamplingParams(temperature=0.0),
+        "sampled": SamplingParams(temperature=1.0),
+        "filtered": SamplingParams(temperature=0.8, top_k=50, top_p=0.95),
+    }
+    for requests in [r for r in (1, 16, 128) if r <= most]:
+        logits = 3 * torch.randn(4 * requests, vocab, device=device)
+        q = torch.softmax(torch.randn(3 * requests, vocab, device=device), dim=-1).view(requests, 3, -1)
+        for name, sampling in rules.items():
+            asked = [
+                VerifyRequest(4 * i, rng.integers(vocab, size=3).tolist(), q[i], sampling, rng)
+                for i in range(requests)
+            ]
+            with torch.inference_mode():
+                here = median_ms(partial(verify, logits, asked, None), device, 5)
+                there = median_ms(partial(verify_on_device, logits, asked, None), device, 5)
+            found.append({"requests": requests, "rule": name, "host_ms": here, "device_ms": there})
+    return found
+
+
+def drafting(engine: Engine, device: torch.device, most: int) -> list[dict[str, Any]]:
+    """A block for each request, with the drafter's captured passes and without."""
+    drafter, found = engine.drafter, []
+    assert isinstance(drafter, DSparkDrafter)
+    timer, graphs = StepTimer(engine, SystemClock()), drafter.backbone.graphs
+    for requests in [r for r in (1, 16, 64) if r <= most]:
+        draft = partial(timer.draft_ms, requests, CONTEXT)
+        row: dict[str, Any] = {"requests": requests, "captured_ms": None}
+        if graphs is not None:
+            row["captured_ms"] = median_ms(draft, device, 10)
+        drafter.backbone.graphs = None
+        row["plain_ms"] = median_ms(draft, device, 10)
+        drafter.backbone.graphs = graphs
+        found.append(row)
+    timer.close()
+    return found
+
+
+def whole_steps(engine: Engine, table: StepTable, most: int, count: int) -> list[dict[str, Any]]:
+    """`Engine.step` of requests that decode, half of them greedy, against its target pass and its drafting as
+    the table has them: the rest is the host's work that the device waits for."""
+    found, longest = [], engine.config.model.max_model_len - 8
+    for requests in [r for r in (1, 16, 64, 256) if r <= most]:
+        for index in range(requests):
+            sampling = SamplingParams(temperature=float(index % 2), max_tokens=longest, ignore_eos=True)
+            engine.add_request(Request(f"step-{index}", (1, 2, 3 + index % 50), sampling))
+        while len(engine.admission.decoding()) < requests:
+            engine.step()
+        times = []
+        for _ in range(count):
+            started = time.perf_counter()
+            engine.step()
+            times.append((time.perf_counter() - started) * 1e3)
+        rows = engine.recent_steps()[-1].rows
+        parts_ms = table.verify_cost_ms(rows) + table.draft_cost_ms(requests)
+        step_ms = sorted(times)[count // 2]
+        found.append({"requests": requests, "rows": rows, "step_ms": step_ms, "parts_ms": parts_ms})
+        for index in range(requests):
+            engine.abort(f"step-{index}")
     return found
 
 

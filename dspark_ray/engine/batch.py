@@ -9,6 +9,7 @@ from dspark_kernels.attention import PagedBatch
 from torch import Tensor
 
 from dspark_ray.engine.sequence import Sequence
+from dspark_ray.models.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ class VerifyBatch:
             return self
         return replace(
             self,
-            token_ids=self.token_ids.to(device),
-            positions=self.positions.to(device),
-            slots=self.slots.to(device),
+            token_ids=to_device(self.token_ids, device),
+            positions=to_device(self.positions, device),
+            slots=to_device(self.slots, device),
             paged=self.paged.to(device),
-            logit_rows=self.logit_rows.to(device),
+            logit_rows=to_device(self.logit_rows, device),
         )
 
 

@@ -17,11 +17,12 @@ from dspark_ray.engine.device import choose_device
 from dspark_ray.engine.device_memory import check_fits, device_needs
 from dspark_ray.engine.engine import NOT_INVARIANT, Engine
 from dspark_ray.engine.grammar import Grammars
-from dspark_ray.engine.graphs import CudaCapturer, GraphedTarget
+from dspark_ray.engine.graphs import GraphedTarget
 from dspark_ray.engine.hot_swap import HotSwap
 from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.models.drafters import dspark, eagle, ngram  # noqa: F401  (they register themselves)
-from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext
+from dspark_ray.models.drafters.base import DRAFTERS, Drafter, DrafterContext, GraphedDrafter
+from dspark_ray.models.graphs import Capturer, CudaCapturer
 from dspark_ray.models.targets.decoder import Decoder, load_target
 from dspark_ray.scheduling.step_table import StepTable
 
@@ -59,24 +60,39 @@ def build_engine(
         eos_token_ids=eos_token_ids(model_dir),
         grammars=Grammars.of_model(model_dir),
     )
-    if target.device.type == "cuda" and config.engine.cuda_graphs:
-        _capture(engine)
+    capturer = _capturer(config, target)
+    if capturer is not None:
+        _capture(engine, capturer)
     engine.hot_swap = HotSwap(
-        engine, lambda order: build_candidate(config, target, order), target.config.vocab_size, clock
+        engine,
+        lambda order: build_candidate(config, target, order, capturer),
+        target.config.vocab_size,
+        clock,
     )
     if config.observability.record_path is not None:
         engine.recorder = StepRecorder(Path(config.observability.record_path), engine_id, clock)
     return engine
 
 
-def _capture(engine: Engine) -> None:
-    """Graphs of the target's passes, where kernels run that read nothing back while they do."""
+def _capturer(config: AppConfig, target: Decoder) -> Capturer | None:
+    """Of CUDA graphs, where kernels run that read nothing back in a pass."""
+    if target.device.type != "cuda" or not config.engine.cuda_graphs:
+        return None
     if cuda_version() is torch_ops:
         logger.warning("no CUDA graphs: the torch reference of the kernels reads lengths back in a pass")
-        return
-    engine.graphs = GraphedTarget(engine.config, engine.target, engine.kv, CudaCapturer())
-    engine.graphs.capture_all(engine.drafter.taps if engine.drafter else ())
+        return None
+    return CudaCapturer()
+
+
+def _capture(engine: Engine, capturer: Capturer) -> None:
+    """The passes of target and drafter, all sizes."""
+    drafter = engine.drafter
+    engine.graphs = GraphedTarget(engine.config, engine.target, engine.kv, capturer)
+    engine.graphs.capture_all(drafter.taps if drafter else ())
     logger.info("CUDA graphs of %d sizes up to %d rows", len(engine.graphs.sizes), engine.graphs.sizes[-1])
+    if isinstance(drafter, GraphedDrafter):
+        drafter.use_graphs(capturer, engine.config.engine.max_running)
+        drafter.capture_all()
 
 
 def _load_whole(config: AppConfig, model_dir: Path) -> Decoder:
@@ -112,8 +128,11 @@ def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:
     return DRAFTERS.get(speculation.drafter.kind)(context)
 
 
-def build_candidate(config: AppConfig, target: Decoder, order: SwapOrder) -> Drafter:
-    """The drafter of an order, beside the one that serves. Raises what `build_drafter` raises."""
+def build_candidate(
+    config: AppConfig, target: Decoder, order: SwapOrder, capturer: Capturer | None = None
+) -> Drafter:
+    """The drafter of an order, beside the one that serves; its passes are captured when they come. Raises
+    what `build_drafter` raises."""
     speculation = config.speculation
     kind = order.kind or speculation.drafter.kind
     if kind not in DRAFTERS.names() or kind in MODEL_FREE_DRAFTERS:
@@ -122,6 +141,8 @@ def build_candidate(config: AppConfig, target: Decoder, order: SwapOrder) -> Dra
     changed = speculation.model_copy(update={"drafter": named, "temperatures": order.temperatures})
     drafter = build_drafter(config.model_copy(update={"speculation": changed}), target)
     assert drafter is not None, "speculation is on: something drafts already"
+    if capturer is not None and isinstance(drafter, GraphedDrafter):
+        drafter.use_graphs(capturer, config.engine.max_running)
     return drafter
 
 

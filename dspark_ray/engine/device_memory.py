@@ -7,7 +7,7 @@ from pathlib import Path
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
-from dspark_ray.engine.graphs import capture_sizes
+from dspark_ray.models.graphs import capture_sizes
 from dspark_ray.models.shapes import read_shape
 from dspark_ray.models.weights import safetensors_files
 

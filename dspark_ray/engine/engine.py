@@ -50,6 +50,7 @@ from dspark_ray.models.adjust import AdjusterFactory
 from dspark_ray.models.drafters.base import ContextRows, DraftBlock, Drafter, DraftRequest, Outcome
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.models.token_rules import token_rules
+from dspark_ray.models.transfer import to_device
 from dspark_ray.scheduling.live_costs import StepSize
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
@@ -330,13 +331,14 @@ class Engine:
             if verdict is not None:
                 first_logits += len(draft_tokens) + 1
         if self.drafter is not None:
-            rows = torch.from_numpy(np.concatenate(kept_rows)).to(self.target.device)
+            device = self.target.device
+            rows = to_device(torch.from_numpy(np.concatenate(kept_rows)), device)
             self.drafter.commit(
                 ContextRows(
                     forwarded.output.taps[rows],
                     batch.positions[rows],
                     batch.slots[rows],
-                    torch.tensor(next_tokens).to(self.target.device),
+                    to_device(torch.tensor(next_tokens), device),
                 )
             )
             self.drafter.observe(outcomes)

@@ -42,3 +42,16 @@ def to_host(values: Tensor) -> Tensor:
     copied.record()
     copied.synchronize()
     return pinned
+
+
+def all_to_host(*values: Tensor | None) -> list[Tensor | None]:
+    """Several tensors in one copy: integers below 2^53 and floats. Those on the CPU are returned."""
+    there = [value for value in values if value is not None and not value.is_cpu]
+    if not there:
+        return list(values)
+    whole = to_host(torch.cat([value.reshape(-1).double() for value in there]))
+    parts = iter(whole.split([value.numel() for value in there]))
+    return [
+        value if value is None or value.is_cpu else next(parts).view(value.shape).to(value.dtype)
+        for value in values
+    ]

@@ -31,13 +31,14 @@ class PagedBatch:
             assert tensor is None or tensor.stride(-1) == 1, "the last dimension must be contiguous"
 
     def to(self, device: torch.device) -> "PagedBatch":
-        """The same batch on that device."""
+        """The same batch on that device, in the order of its work: the host does not wait."""
+        markers = self.row_request
         return replace(
             self,
-            query_start=self.query_start.to(device),
-            kv_len=self.kv_len.to(device),
-            block_tables=self.block_tables.to(device),
-            row_request=None if self.row_request is None else self.row_request.to(device),
+            query_start=self.query_start.to(device, non_blocking=True),
+            kv_len=self.kv_len.to(device, non_blocking=True),
+            block_tables=self.block_tables.to(device, non_blocking=True),
+            row_request=None if markers is None else markers.to(device, non_blocking=True),
         )
 
     def markers(self, num_rows: int) -> Tensor:

@@ -40,6 +40,11 @@ def test_the_sections_that_measure(tmp_path):
     assert set(model["heads"]["by_gamma"]) == {"4", "8", "16"}
     assert model["step_table"]["requests"] == [1, 2, 4]
     assert {row["requests"] for row in model["policies"]} == {1, 4}
+    assert {row["rule"] for row in model["acceptance"]} == {"greedy", "sampled", "filtered"}
+    assert (
+        [row["requests"] for row in model["steps"]] == [row["requests"] for row in model["drafting"]] == [1]
+    )
+    assert model["steps"][0]["step_ms"] > 0
     (attention,) = found["sections"]["attention"]["results"].values()
     assert attention["largest_difference"] < 1e-4
 

@@ -9,10 +9,12 @@ import torch
 
 from dspark_ray.core.config import parse_app_config
 from dspark_ray.engine.engine import Engine
-from dspark_ray.engine.graphs import MOST_ROWS, GraphedTarget, capture_sizes
+from dspark_ray.engine.graphs import GraphedTarget
+from dspark_ray.models.drafters.base import DraftRequest, GraphedDrafter
+from dspark_ray.models.graphs import MOST_ROWS, capture_sizes
 from dspark_ray.models.targets.decoder import DecoderOutput
 from dspark_ray.profiling.profile import ProfileSettings, profile_engine
-from tests.tiny_engine import request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import PATHS, on_path, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 VOCAB = 29
 
@@ -20,12 +22,18 @@ VOCAB = 29
 class Rerun:
     """Replays a pass by running it again, into the tensors that it gave first."""
 
-    def __init__(self, run: Callable[[], DecoderOutput]) -> None:
+    def __init__(self, run: Callable[[], DecoderOutput | torch.Tensor]) -> None:
         self._run, self.output, self.replays = run, run(), 0
 
-    def replay(self) -> DecoderOutput:
+    @property
+    def is_drafters(self) -> bool:
+        return isinstance(self.output, torch.Tensor)
+
+    def replay(self) -> DecoderOutput | torch.Tensor:
         self.replays += 1
         again = self._run()
+        if isinstance(self.output, torch.Tensor):
+            return self.output.copy_(again)
         self.output.hidden.copy_(again.hidden)
         self.output.taps.copy_(again.taps)
         return self.output
@@ -35,18 +43,25 @@ class RerunCapturer:
     def __init__(self) -> None:
         self.captured: list[Rerun] = []
 
-    def capture(self, run: Callable[[], DecoderOutput]) -> Rerun:
+    def capture(self, run: Callable[[], DecoderOutput | torch.Tensor]) -> Rerun:
         self.captured.append(Rerun(run))
         return self.captured[-1]
 
     @property
     def replays(self) -> int:
-        return sum(one.replays for one in self.captured)
+        """Of the target's passes."""
+        return sum(one.replays for one in self.captured if not one.is_drafters)
+
+    @property
+    def draft_replays(self) -> int:
+        return sum(one.replays for one in self.captured if one.is_drafters)
 
 
 def with_graphs(engine: Engine) -> RerunCapturer:
     capturer = RerunCapturer()
     engine.graphs = GraphedTarget(engine.config, engine.target, engine.kv, capturer)
+    if isinstance(engine.drafter, GraphedDrafter):
+        engine.drafter.use_graphs(capturer, engine.config.engine.max_running)
     return capturer
 
 
@@ -63,9 +78,10 @@ def requests(count: int) -> list:
     ]
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("count", [1, 3, 9])
 @pytest.mark.parametrize("mode", ["off", "fixed", "adaptive"])
-def test_texts_are_the_same_with_and_without(tmp_path, mode, count):
+def test_texts_are_the_same_with_and_without(tmp_path, mode, count, path):
     checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=None)
     target = tiny_decoder(VOCAB, sharpness=3.0)
     texts = []
@@ -74,17 +90,19 @@ def test_texts_are_the_same_with_and_without(tmp_path, mode, count):
             checkpoint, vocab_size=VOCAB, target=target, speculation={"mode": mode}, engine={"max_running": 4}
         )
         capturer = with_graphs(engine) if graphed else None
-        texts.append(run(engine, requests(count)))
+        texts.append(run(on_path(path, engine), requests(count)))
         if capturer is not None:
             assert capturer.replays > 0.7 * engine.counters.target_steps - count  # prompts are not replayed
-            assert 0 < len(capturer.captured) <= len(engine.graphs.sizes)
+            of_target = [one for one in capturer.captured if not one.is_drafters]
+            assert 0 < len(of_target) <= len(engine.graphs.sizes)
+            assert (capturer.draft_replays > 0) == (mode != "off")
     assert texts[0] == texts[1]
 
 
 def test_batches_above_the_largest_size_and_prompts_run_as_they_are(tmp_path):
     engine = tiny_engine(None, vocab_size=VOCAB, target=tiny_decoder(VOCAB), engine={"max_running": 64})
     capturer = with_graphs(engine)
-    engine.graphs.sizes = (1, 2, 4)
+    engine.graphs.runner.sizes = (1, 2, 4)
     for item in requests(7):
         engine.add_request(item)
     engine.step()  # prompts
@@ -99,7 +117,7 @@ def test_batches_above_the_largest_size_and_prompts_run_as_they_are(tmp_path):
 def test_pad_rows_leave_the_cache_alone():
     engine = tiny_engine(None, vocab_size=VOCAB, target=tiny_decoder(VOCAB), speculation={"mode": "off"})
     with_graphs(engine)
-    engine.graphs.sizes = (16,)
+    engine.graphs.runner.sizes = (16,)
     engine.add_request(request("a", [1, 2, 3], temperature=0.0, max_tokens=8))
     engine.step()
     written = engine.kv.k.abs().sum((0, 2, 3)) > 0
@@ -115,6 +133,37 @@ def test_capturing_everything_writes_nothing_and_comes_from_the_largest():
     assert [len(one.output.hidden) for one in capturer.captured] == sorted(engine.graphs.sizes, reverse=True)
     assert not engine.kv.k.any()
     assert engine.graphs.sizes[-1] == 3 * 5  # three requests, an anchor and four draft tokens each
+
+
+def test_a_drafters_pass_knows_rows_and_not_requests(tmp_path):
+    """Blocks of any width, of as many requests, replay what was captured for as many rows or some more."""
+    engine = tiny_engine(
+        tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=None),
+        vocab_size=VOCAB,
+        target=tiny_decoder(VOCAB),
+        engine={"max_running": 4},
+    )
+    drafter, plain = engine.drafter, []
+    cases = [(1, 4), (2, 2), (4, 1), (3, 2), (4, 4), (2, 3)]  # requests, slots
+    wanted = [
+        [
+            DraftRequest([3, 5 + i, 7], [i], request("r", [1], temperature=0.0).sampling, np.zeros(slots))
+            for i in range(count)
+        ]
+        for count, slots in cases
+    ]
+    with torch.inference_mode():
+        plain = [drafter.propose(block) for block in wanted]
+        capturer = RerunCapturer()
+        drafter.use_graphs(capturer, 4)
+        for block, expected in zip(wanted, plain, strict=True):
+            found = drafter.propose(block)
+            assert found.token_ids == expected.token_ids
+            np.testing.assert_allclose(found.confidences, expected.confidences, rtol=1e-5)
+        assert capturer.draft_replays == len(cases)
+        assert sorted(len(one.output) for one in capturer.captured) == [4, 8, 16]
+        drafter.capture_all()
+    assert sorted(len(one.output) for one in capturer.captured) == [1, 2, 4, 8, 16]
 
 
 def test_sizes():

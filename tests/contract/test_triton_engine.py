@@ -53,6 +53,6 @@ def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vo
         on_path(path, engine)
         if path == "device" and name == "triton":
             engine.graphs = GraphedTarget(engine.config, target, engine.kv, RerunCapturer())
-            engine.graphs.sizes = (8, 20)
+            engine.graphs.runner.sizes = (8, 20)
         texts[name] = run(engine, REQUESTS)
     assert texts["triton"] == texts["torch"]

@@ -16,6 +16,7 @@ from torch import Tensor
 from dspark_ray.core.registry import Registry
 from dspark_ray.core.types import FloatArray, SamplingParams
 from dspark_ray.models.adjust import LogitsAdjuster
+from dspark_ray.models.graphs import Capturer
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,17 @@ class CalibratedDrafter(Drafter, Protocol):
     def with_temperatures(self, path: Path) -> Drafter:
         """The same network and context with other temperatures. `ConfigError` if it has no head for them,
         `ArtefactError` for those of another drafter. Called beside the step loop."""
+
+
+@runtime_checkable
+class GraphedDrafter(Drafter, Protocol):
+    """One whose pass can be captured."""
+
+    def use_graphs(self, capturer: Capturer, max_requests: int) -> None:
+        """Passes of up to so many requests run from captured ones, captured when they come."""
+
+    def capture_all(self) -> None:
+        """Captures them now, after `use_graphs`."""
 
 
 @dataclass(frozen=True, slots=True)

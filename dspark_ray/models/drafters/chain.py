@@ -1,25 +1,51 @@
 """Choosing a block's tokens slot by slot, for requests of every kind together."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from dspark_kernels.choose import argmax
 from dspark_kernels.noise import noisy_argmax
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dspark_ray.core.types import FloatArray
 from dspark_ray.models.adjust import Columns, adjust_draft_row
 from dspark_ray.models.drafters.base import DraftRequest
 from dspark_ray.models.sampling import SamplingRows, filtered_probs, sample_from, sampling_rows
+from dspark_ray.models.transfer import arrays_to_device
 
 
-class SlotChooser:
-    """Logits as the requests' adjusters leave them, then the argmax, or a draw from q.
+class Chooser(Protocol):
+    """The tokens of a block: the argmax, or a draw from q.
 
     q is the distribution after the request's own temperature and filters; with shared noise the draw takes
-    the noise of the place that is drafted. Call `choose` once for each slot, left to right.
+    the noise of the place that is drafted.
     """
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The next slot's tokens; called once for each slot, left to right. logits [R, Vd] fp32, which are
+        the chooser's now → target ids [R], beside them"""
+
+    def token_ids(self) -> Tensor:
+        """What was chosen. [R, n] target ids, on the host or the device"""
+
+    def open_slots(self) -> Tensor:
+        """Whether any token that can be drafted was allowed. [R, n] bool, on the host
+
+        Where none was, a token stands in that is sure to be rejected, to be given no chance: to draft fewer
+        tokens would tell the search over budgets about the values of those before.
+        """
+
+    def features(self) -> Tensor | None:
+        """`distribution_features` of each slot [R, n, 2], beside the logits; None unless wanted."""
+
+    def draft_probs(self) -> list[Tensor | None]:
+        """q of each request [n, Vd] that the rejection rule needs it of; None: one-hot."""
+
+
+class HostChooser:
+    """With adjusters, which shape logits on the host: each slot's tokens are read before the next."""
 
     def __init__(
         self,
@@ -51,7 +77,6 @@ class SlotChooser:
         return sampling_rows([self._requests[i].sampling for i in of], output_size, device)
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The next slot's tokens. logits [R, Vd] fp32, changed in place by adjusters → target ids [R]"""
         slot = len(self._drafted[0])
         for row, request in enumerate(self._requests):
             if request.adjuster is not None:
@@ -73,29 +98,95 @@ class SlotChooser:
         return tokens
 
     def token_ids(self) -> Tensor:
-        """What was chosen. [R, n] target ids"""
-        return torch.tensor(self._drafted)  # on the host
+        return torch.tensor(self._drafted)
 
     def open_slots(self) -> Tensor:
-        """Whether any token that can be drafted was allowed. [R, n] bool
-
-        Where none was, a token stands in that is sure to be rejected, to be given no chance: to draft fewer
-        tokens would tell the search over budgets about the values of those before.
-        """
         return self._open_slots
 
-    def features(self) -> FloatArray | None:
-        """`distribution_features` of each slot [R, n, 2]; None unless wanted."""
-        if not self._wants_features:
-            return None
-        return np.asarray(torch.stack(self._features, dim=1).cpu().numpy(), dtype=np.float32)
+    def features(self) -> Tensor | None:
+        return torch.stack(self._features, dim=1) if self._wants_features else None
 
     def draft_probs(self) -> list[Tensor | None]:
-        """q of each request [n, Vd] that the rejection rule needs it of; None: one-hot."""
         probs: list[Tensor | None] = [None] * len(self._requests)
         for index, row in enumerate(self._drawn):
             probs[row] = torch.stack([by_slot[index] for by_slot in self._probs])
         return probs
+
+
+class DeviceChooser:
+    """Without adjusters, and nothing is read back: a slot's tokens stay where the next slot's bias needs
+    them.
+
+    A draw is the winner of a race (dspark_kernels.noise) for every request that is not greedy; without
+    shared noise its key comes from the request's random number for the slot.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[DraftRequest],
+        vocab_map: Tensor | None,
+        output_size: int,
+        device: torch.device,
+        *,
+        wants_features: bool = False,
+    ) -> None:
+        self._shape = len(requests), len(requests[0].uniforms)
+        self._vocab_map, self._wants_features = vocab_map, wants_features
+        sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
+        # By request that needs its q: its place among the sampled ones.
+        self._drawn = {i: place for place, i in enumerate(sampled) if requests[i].noise_keys is None}
+        self._num_sampled = len(sampled)
+        if sampled:
+            params = [requests[i].sampling for i in sampled]
+            self._filters = sampling_rows(params, output_size, device)
+            keys = np.stack([_keys(requests[i]) for i in sampled], axis=1)  # [n, S]
+            flat, self._rows = arrays_to_device(device, keys.reshape(-1), np.array(sampled))
+            self._keys = flat.view(keys.shape)
+        self._tokens: list[Tensor] = []  # per slot [R]
+        self._probs: list[Tensor] = []  # per slot [S, Vd]
+        self._features: list[Tensor] = []  # per slot [R, 2]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        if self._wants_features:
+            self._features.append(distribution_features(logits))
+        chosen = self._choose(logits)
+        self._tokens.append(chosen if self._vocab_map is None else self._vocab_map[chosen])
+        return self._tokens[-1]
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        if not self._num_sampled:
+            return argmax(logits)
+        all_drawn = self._num_sampled == len(logits)
+        own = logits if all_drawn else logits.index_select(0, self._rows)
+        probs = filtered_probs(own, self._filters)
+        drawn = noisy_argmax(probs, self._keys[len(self._tokens)], self._vocab_map)
+        if self._drawn:
+            self._probs.append(probs)
+        return drawn if all_drawn else argmax(logits).index_copy_(0, self._rows, drawn)
+
+    def token_ids(self) -> Tensor:
+        return torch.stack(self._tokens, dim=1)
+
+    def open_slots(self) -> Tensor:
+        return torch.ones(self._shape, dtype=torch.bool)
+
+    def features(self) -> Tensor | None:
+        return torch.stack(self._features, dim=1) if self._wants_features else None
+
+    def draft_probs(self) -> list[Tensor | None]:
+        probs: list[Tensor | None] = [None] * self._shape[0]
+        if self._drawn:
+            by_request = torch.stack(self._probs, dim=1)  # [S, n, Vd]
+            for index, place in self._drawn.items():
+                probs[index] = by_request[place]
+        return probs
+
+
+def _keys(request: DraftRequest) -> NDArray[np.int64]:
+    """Of the draws [n]: the noise of their places, or 53 random bits each."""
+    if request.noise_keys is not None:
+        return request.noise_keys
+    return (request.uniforms * 2.0**64).astype(np.uint64).view(np.int64)
 
 
 _MAX_MARGIN = 20.0  # nats; an adjuster may leave one token only

@@ -26,7 +26,7 @@ from dspark_ray.models.drafters.base import (
     DraftRequest,
     Outcome,
 )
-from dspark_ray.models.drafters.chain import SlotChooser
+from dspark_ray.models.drafters.chain import DeviceChooser, HostChooser
 from dspark_ray.models.drafters.confidence import OnlineConfidence
 from dspark_ray.models.drafters.fused import (
     ContextPages,
@@ -40,6 +40,7 @@ from dspark_ray.models.drafters.fused import (
 )
 from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.targets.decoder import Decoder
+from dspark_ray.models.transfer import all_to_host, to_device
 
 
 @dataclass(slots=True)
@@ -96,7 +97,7 @@ class FeedbackLayer:
         rows = [len(r.token_ids) - 2 for r in requests]
         assert min(rows) >= 0, "an anchor has a token before it"
         slots = [r.blocks[row // size] * size + row % size for r, row in zip(requests, rows, strict=True)]
-        return self.hidden[torch.tensor(slots, device=self.device)]
+        return self.hidden[to_device(torch.tensor(slots), self.device)]
 
     def step(
         self, requests: Sequence[DraftRequest], tokens: Tensor, hidden: Tensor, past: _Rows
@@ -106,7 +107,7 @@ class FeedbackLayer:
         config, layer, eps = self.config, self.layer, self.config.rms_norm_eps
         count, index = len(requests), len(past.queries)
         context_lens = [len(r.token_ids) - 2 for r in requests]
-        positions = torch.tensor(context_lens, device=self.device) + index
+        positions = to_device(torch.tensor(context_lens) + index, self.device)
         read, residual = self._inputs(tokens, hidden)
         q, k, v = qkv_rope(
             layer.qkv(read),
@@ -125,6 +126,8 @@ class FeedbackLayer:
             torch.cat(rows, dim=1).flatten(0, 1) for rows in (past.queries, past.keys, past.values)
         )
         batch = self.pages.batch(requests, context_lens, index + 1)
+        if self.device.type != "cpu":
+            batch = batch.to(self.device)
         out = block_attention(queries, keys, values, *self.kv.layer(0), batch, self.scale)
         last = out.view(count, index + 1, -1)[:, -1]
         normed, residual = add_rms_norm(layer.o(last.contiguous()), residual, layer.post_norm, eps)
@@ -162,6 +165,7 @@ class AutoregressiveDrafter:
             rows = target.head_weight
             self.head = PackedLinear(rows if self.vocab_map is None else rows[self.vocab_map], None)
         self._confidence = OnlineConfidence(config.block_size, None)
+        self.chooses_on_device = target.device.type != "cpu"
 
     def commit(self, rows: ContextRows) -> None:
         self.layer.store_context(rows)
@@ -174,21 +178,23 @@ class AutoregressiveDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftBlock:
         num_tokens, eps = len(requests[0].uniforms), self.config.rms_norm_eps
-        chooser = SlotChooser(
+        has_rules = any(r.adjuster is not None for r in requests)
+        chooser = (DeviceChooser if self.chooses_on_device and not has_rules else HostChooser)(
             requests, self.vocab_map, self.config.output_size, self.layer.device, wants_features=True
         )
-        tokens = torch.tensor([r.token_ids[-1] for r in requests], device=self.layer.device)
+        tokens = to_device(torch.tensor([r.token_ids[-1] for r in requests]), self.layer.device)
         hidden, past = self.layer.first_hidden(requests), _Rows([], [], [])
         for _ in range(num_tokens):
             # The sum is the next row's hidden state, and its norm what the LM head reads.
             normed, hidden = add_rms_norm(*self.layer.step(requests, tokens, hidden, past), self.norm, eps)
             tokens = chooser.choose(self.head(normed).float())
-        features = chooser.features()
+        token_ids, features = all_to_host(chooser.token_ids(), chooser.features())
+        assert token_ids is not None
         assert features is not None
         rules = [r.sampling.rule for r in requests]
-        confidences, notes = self._confidence(features, None, rules)
+        confidences, notes = self._confidence(features.numpy(), None, rules)
         return DraftBlock(
-            token_ids=chooser.token_ids().tolist(),
+            token_ids=token_ids.tolist(),
             confidences=confidences * chooser.open_slots().numpy(),
             draft_probs=chooser.draft_probs(),
             notes=notes,

@@ -66,8 +66,6 @@ class ContextPages:
 
     def __init__(self, config: DrafterShape, context: DrafterContext) -> None:
         self._config, self.block_size = config, context.kv_block_size
-        assert isinstance(context.target, Decoder)
-        self._device = context.target.device
         assert context.path is not None
         self.digest = drafter_digest(Path(context.path))
         if config.context_window is not None and WINDOW_STEP % context.kv_block_size:
@@ -92,7 +90,7 @@ class ContextPages:
         return tables, np.array(lengths, dtype=np.int32)
 
     def batch(self, requests: Sequence[DraftRequest], ends: Sequence[int], num_rows: int) -> PagedBatch:
-        """`num_rows` query rows of each request over its context positions below `ends` [R]."""
+        """`num_rows` query rows of each request over its context positions below `ends` [R]; on the host."""
         tables, lengths = self.tables(requests, ends)
         return PagedBatch(
             query_start=torch.arange(0, (len(requests) + 1) * num_rows, num_rows, dtype=torch.int32),
@@ -102,7 +100,7 @@ class ContextPages:
             max_query=num_rows,
             max_kv=int(lengths.max()),
             row_request=torch.arange(len(requests), dtype=torch.int32).repeat_interleave(num_rows),
-        ).to(self._device)
+        )
 
     def _first_block(self, request: DraftRequest) -> int:
         """That the window reaches, and of which this drafter has stored everything."""
