@@ -54,7 +54,9 @@ def device_needs(config: AppConfig, model_dir: Path) -> DeviceNeeds:
         drafter_kv = read_shape(drafter_raw, size).kv_bytes(1)
         taps = len(drafter_raw.get("target_layer_ids") or ())
     rows = engine.max_step_rows
-    logits = min(rows, engine.max_running * (1 + gamma)) * target.vocab_size * (size + 4.0)
+    # Logits, p, and q where something was drafted.
+    per_token = size + (8.0 if gamma else 4.0)
+    logits = min(rows, engine.max_running * (1 + gamma)) * target.vocab_size * per_token
     kept = engine.max_running * gamma * target.vocab_size * 4.0
     widest = 2 * max(int(raw.get("intermediate_size", 0)), target.hidden_size)
     step = logits + kept + rows * (widest + (4 + taps) * target.hidden_size) * size + _RUNTIME_BYTES
@@ -63,6 +65,9 @@ def device_needs(config: AppConfig, model_dir: Path) -> DeviceNeeds:
         most = min(engine.max_running * (1 + gamma), rows)
         # What a pass leaves behind for each size, and the widest activations once, for all of them.
         graphs = (sum(capture_sizes(most)) * (1 + taps) * target.hidden_size + most * 4 * widest) * size
+        if drafter:
+            slots = sum(capture_sizes(engine.max_running * (gamma + 1)))
+            graphs += slots * target.hidden_size * size
     kv_token = target.kv_bytes(1) + drafter_kv
     return DeviceNeeds(weights, drafter, step, float(graphs), kv_token * engine.kv_block_size)
 
