@@ -160,7 +160,7 @@ class SequentialHeads:
         head, w1, w2 = self.markov, self.w1, self.w2
         if head is None or w1 is None or w2 is None:
             return lambda slot, _: base[:, slot].to(torch.float32, copy=True)
-        if self.chooses_on_device and self.has_compiled_chain:
+        if self.has_compiled_chain:
             return lambda slot, token: markov_logits(base[:, slot], w1, w2, token)
         wide, state = w2.float(), head.start(len(base))
 
