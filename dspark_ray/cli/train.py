@@ -43,7 +43,9 @@ def train(
         logging.getLogger().setLevel(logging.INFO)
         run(checked)
     checkpoint = checked.output / "checkpoint"
-    err.print(f"the drafter: {checkpoint}; `dspark-ray evaluate` and `calibrate` take it by -d", soft_wrap=True)
+    err.print(
+        f"the drafter: {checkpoint}; `dspark-ray evaluate` and `calibrate` take it by -d", soft_wrap=True
+    )
 
 
 def generate_data(
