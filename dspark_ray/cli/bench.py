@@ -12,8 +12,10 @@ from dspark_ray.cli.common import (
     PromptsOption,
     err,
     load_config,
+    on_this_machine,
     out,
     prepare_torch,
+    start_ranks,
     write_json,
 )
 from dspark_ray.core.errors import ConfigError
@@ -124,9 +126,10 @@ def _compare(
     from dspark_ray.models.tokenizer import Tokenizer
     from dspark_ray.profiling.compare import DEFAULT_VARIANTS, run_comparison
 
-    checked = with_local_drafter(checked)
+    checked = on_this_machine(with_local_drafter(checked))
     model_dir = resolve_model(checked.model.source)
     items = read_prompts(prompts, Tokenizer.load(model_dir), limit)
+    ranks = start_ranks(checked, model_dir)
     result = run_comparison(
         checked,
         model_dir,
@@ -136,6 +139,7 @@ def _compare(
         rounds=rounds,
         max_tokens=max_tokens,
         on_run=print_run,
+        load=None if ranks is None else ranks.load,
     )
     print_rows(result["medians"])
     return result

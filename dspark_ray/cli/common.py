@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dspark_ray.engine.engine import Engine
     from dspark_ray.engine.offline import OnStep
     from dspark_ray.models.tokenizer import Tokenizer
+    from dspark_ray.runtime.local_ranks import LocalRanks
 
 # Results. Tables in a file or a pipe are not squeezed into the width of a terminal that is not there.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -60,6 +61,7 @@ class LocalEngine:
     config: "AppConfig"
     engine: "Engine"
     tokenizer: "Tokenizer"
+    close: Callable[[], None] = lambda: None  # ends its other ranks; so does the end of this process
 
 
 def print_error(message: str) -> None:
@@ -102,7 +104,7 @@ def _with_speculation(config: "AppConfig", **updates: Any) -> "AppConfig":
 
 
 def prepare_torch(config: "AppConfig") -> None:
-    """Gives torch the configured number of threads, or all cores.
+    """Gives torch the configured number of threads, or all cores, shared by ranks.
 
     `ConfigError` for a configuration whose engine does not run in this process.
     """
@@ -113,7 +115,25 @@ def prepare_torch(config: "AppConfig") -> None:
         )
     with _status("loading torch"):
         import torch
-    torch.set_num_threads(config.engine.num_threads or _available_cores())
+    cores = max(1, _available_cores() // config.engine.tensor_parallel_size)
+    torch.set_num_threads(config.engine.num_threads or cores)
+
+
+def on_this_machine(config: "AppConfig") -> "AppConfig":
+    """`config` as commands run it, whose ranks are processes of one machine."""
+    engine = config.engine.model_copy(update={"rank_placement": "STRICT_PACK"})
+    return config.model_copy(update={"engine": engine})
+
+
+def start_ranks(config: "AppConfig", model_dir: Path) -> "LocalRanks | None":
+    """The other ranks, where there are any."""
+    count = config.engine.tensor_parallel_size
+    if count == 1:
+        return None
+    from dspark_ray.runtime.local_ranks import LocalRanks
+
+    err.print(f"{count} ranks on this machine", soft_wrap=True)
+    return LocalRanks(config, model_dir)
 
 
 def load_engine(config: "AppConfig", *, profiled: bool = True) -> LocalEngine:
@@ -129,12 +149,14 @@ def load_engine(config: "AppConfig", *, profiled: bool = True) -> LocalEngine:
 
     model_dir = resolve_model(config.model.source)
     err.print(f"loading {config.model.id} from {model_dir}", soft_wrap=True)
-    config = with_local_drafter(config)
+    config = on_this_machine(with_local_drafter(config))
     build = build_profiled_engine if profiled else build_engine
-    engine = build(config, model_dir=model_dir)
+    ranks = start_ranks(config, model_dir)
+    engine = build(config, model_dir=model_dir, load=None if ranks is None else ranks.load)
     for what, text in engine.describe().items():
         err.print(f"  [dim]{what}: {escape(str(text))}[/dim]", soft_wrap=True)
-    return LocalEngine(config, engine, Tokenizer.load(model_dir))
+    tokenizer = Tokenizer.load(model_dir)
+    return LocalEngine(config, engine, tokenizer, (lambda: None) if ranks is None else ranks.close)
 
 
 @contextmanager

@@ -87,6 +87,7 @@ def evaluate(
         for row in _runs(local, prompts, temperature or [0.0], concurrency, limit, settings):
             rows.append({"drafter": label, "threshold": least, **row})
             print_figures(f"{label} on {row['prompts']}, T = {row['temperature']:g}{above}", row["report"])
+        local.close()
     if len(rows) > 1:
         _print_side_by_side(rows)
     if json is not None:

@@ -5,7 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dspark_ray.cli.common import ConfigOption, err, load_config, load_engine, out, prepare_torch
+from dspark_ray.cli.common import (
+    ConfigOption,
+    err,
+    load_config,
+    load_engine,
+    on_this_machine,
+    out,
+    prepare_torch,
+)
 from dspark_ray.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +34,7 @@ def profile(
 
     Do it on an idle machine, with the threads that will serve: the scheduler believes this table.
     """
-    checked = load_config(config)
+    checked = on_this_machine(load_config(config))
     if checked.speculation.mode.value == "off":
         raise ConfigError(f"{config} has mode off, which looks at no table; choose another mode")
     if checked.speculation.step_table is not None:

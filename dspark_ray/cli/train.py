@@ -64,6 +64,7 @@ def generate_data(
     concurrency: Annotated[int, typer.Option(min=1, help="Texts written at the same time.")] = 96,
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Torch threads; default: all cores.")] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that share the target.")] = 1,
 ) -> None:
     """Let the target write training data: it invents the user's turn, then answers it, or answers --prompts.
 
@@ -71,11 +72,13 @@ def generate_data(
     are not answered again. Lines are appended whole, so it can be stopped at any time, and several
     processes can write to different files while `train` reads them all.
     """
+    from dspark_ray.cli.common import start_ranks
     from dspark_ray.training.generate import main
 
     arguments = [str(to), "--minutes", str(minutes), "--model", model, "--concurrency", str(concurrency)]
     arguments += ["--bad-data", bad_data.value]
+    arguments += ["--ranks", str(ranks)]
     arguments += [] if seed is None else ["--seed", str(seed)]
     arguments += [] if openings is None else ["--openings", str(openings)]
     arguments += [] if prompts is None else ["--prompts", str(prompts)]
-    main(arguments + ([] if threads is None else ["--threads", str(threads)]))
+    main(arguments + ([] if threads is None else ["--threads", str(threads)]), start_ranks)

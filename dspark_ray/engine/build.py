@@ -99,8 +99,8 @@ def _load_whole(config: AppConfig, model_dir: Path) -> Decoder:
     model = config.model
     if config.engine.tensor_parallel_size > 1:
         raise ConfigError(
-            f"engine.tensor_parallel_size is {config.engine.tensor_parallel_size}, and several ranks are "
-            "started by `dspark-ray serve` only: set it to 1 for anything else"
+            f"engine.tensor_parallel_size is {config.engine.tensor_parallel_size}, and this starts no other "
+            "ranks: set it to 1, or use `dspark-ray`"
         )
     device = choose_device(model.device)
     if device.type == "cuda":

@@ -17,7 +17,7 @@ from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig, DrafterConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import Request, SamplingParams, VerificationMode
-from dspark_ray.engine.build import build_drafter, eos_token_ids
+from dspark_ray.engine.build import TargetLoader, build_drafter, eos_token_ids
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.measure import TimedRun, distinct_ngrams, timed_run, warm_up
 from dspark_ray.profiling.cache import build_profiled_engine, ensure_table
@@ -119,10 +119,12 @@ def run_comparison(
     rounds: int = 3,
     max_tokens: int = 128,
     on_run: OnRun | None = None,
+    load: TargetLoader | None = None,
 ) -> dict[str, Any]:
-    """Builds, compares, and gives a result file's content: medians, all measurements, where and how."""
+    """Builds, compares, and gives a result file's content: medians, all measurements, where and how.
+    `load`: as in `build_engine`."""
     kv_tokens = kv_tokens_needed(prompts, max(concurrencies), max_tokens)
-    engines = build_contenders(config, model_dir, names, kv_tokens=kv_tokens)
+    engines = build_contenders(config, model_dir, names, kv_tokens=kv_tokens, load=load)
     comparison = compare(
         engines, prompts, concurrencies=concurrencies, rounds=rounds, max_tokens=max_tokens, on_run=on_run
     )
@@ -139,7 +141,12 @@ def run_comparison(
 
 
 def build_contenders(
-    config: AppConfig, model_dir: Path, names: Sequence[str], *, kv_tokens: int
+    config: AppConfig,
+    model_dir: Path,
+    names: Sequence[str],
+    *,
+    kv_tokens: int,
+    load: TargetLoader | None = None,
 ) -> dict[str, Engine]:
     """An engine for each variant, with KV for `kv_tokens`; loads the target once.
 
@@ -151,7 +158,7 @@ def build_contenders(
     if config.speculation.drafter.kind == "none":
         raise ConfigError("the configuration has no drafter: there is nothing to compare")
     base = _benchmark_config(config, kv_tokens)
-    first = build_profiled_engine(_variant_config(base, VARIANTS["adaptive"]), model_dir=model_dir)
+    first = build_profiled_engine(_variant_config(base, VARIANTS["adaptive"]), model_dir=model_dir, load=load)
     ngram: Engine | None = None
     engines: dict[str, Engine] = {}
     for name in names:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from dspark_ray.core.config import AppConfig, EngineConfig, ModelConfig, Specula
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.section import Section
 from dspark_ray.core.types import Request, RequestOutput, SamplingParams, VerificationMode
-from dspark_ray.engine.build import build_engine
+from dspark_ray.engine.build import TargetLoader, build_engine
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
@@ -167,8 +168,21 @@ def _report(message: str) -> None:
     logger.warning("skipped %s", message)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of this module; see its docstring."""
+class Ranks(Protocol):
+    """Other processes that share the target."""
+
+    @property
+    def load(self) -> TargetLoader: ...
+
+    def close(self) -> None: ...
+
+
+StartRanks = Callable[[AppConfig, Path], Ranks | None]
+"""(config, model directory) → the other ranks, where there are any."""
+
+
+def main(arguments: Sequence[str] | None = None, start_ranks: StartRanks | None = None) -> None:
+    """Command line of this module; see its docstring. Without `start_ranks`, one process has the target."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="default", help="'default', a directory or a hub id")
@@ -178,15 +192,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--concurrency", type=int, default=96)
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(options.threads or max(1, torch.get_num_threads() // options.ranks))
     model_dir = resolve_model(options.model)
     openings = load_openings(options.openings) if options.openings else ()
     settings = GenerationSettings(concurrency=options.concurrency, seed=options.seed, openings=openings)
     config = AppConfig(
         model=ModelConfig(max_model_len=1024),
-        engine=EngineConfig(max_running=settings.concurrency, kv_num_blocks=settings.concurrency * 64),
+        engine=EngineConfig(
+            max_running=settings.concurrency,
+            kv_num_blocks=settings.concurrency * 64,
+            tensor_parallel_size=options.ranks,
+        ),
         speculation=SpeculationConfig(mode=VerificationMode.OFF),
     )
     tokenizer, ends = Tokenizer.load(model_dir), time.monotonic() + options.minutes * 60
@@ -194,7 +213,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = []
     if options.prompts is not None:
         prompts = read_prompts(options.prompts, tokenizer, on_bad_line=on_bad_line)
-    engine = build_engine(config, model_dir=model_dir)
+    ranks = None if start_ranks is None else start_ranks(config, model_dir)
+    engine = build_engine(config, model_dir=model_dir, load=None if ranks is None else ranks.load)
 
     def keep_going() -> bool:
         return time.monotonic() < ends
@@ -214,6 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             on_bad_line=on_bad_line,
         )
     write_samples(options.out, samples)
+    if ranks is not None:
+        ranks.close()
 
 
 if __name__ == "__main__":

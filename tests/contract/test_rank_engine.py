@@ -160,7 +160,7 @@ def test_a_rank_on_another_node_that_hangs_is_named(
 
 
 def test_one_process_does_not_take_several_ranks_for_one(spec: TargetSpec) -> None:
-    """Offline commands load the whole model: a table or a text of theirs would not be the served one's."""
+    """A table or a text of the whole model would not be the divided one's."""
     config = tiny_config(engine={"tensor_parallel_size": 2})
-    with pytest.raises(ConfigError, match=r"started by `dspark-ray serve` only: set it to 1"):
+    with pytest.raises(ConfigError, match="starts no other ranks: set it to 1"):
         build_engine(config, model_dir=spec.model_dir)

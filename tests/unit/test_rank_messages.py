@@ -40,7 +40,9 @@ def forward(
         max_query=rows,
         max_kv=77,
     )
-    return ForwardMessage(1 << 40, numbers(rows), numbers(rows), numbers(rows), batch, logit_rows, adapters)
+    return ForwardMessage(
+        1 << 40, numbers(rows), numbers(rows), numbers(rows), batch, 77, logit_rows, adapters
+    )
 
 
 def check_equal(found: RankMessage, sent: RankMessage) -> None:
@@ -53,6 +55,7 @@ def check_equal(found: RankMessage, sent: RankMessage) -> None:
             assert torch.equal(getattr(found, name), getattr(sent, name))
         for name in ("query_start", "kv_len", "block_tables"):
             assert torch.equal(getattr(found.batch, name), getattr(sent.batch, name))
+        assert found.kv == sent.kv
         for name in ("block_size", "max_query", "max_kv"):
             assert getattr(found.batch, name) == getattr(sent.batch, name)
         for name in ("logit_rows", "adapters"):
@@ -63,7 +66,7 @@ def check_equal(found: RankMessage, sent: RankMessage) -> None:
         assert isinstance(found, HeadMessage)
         assert torch.equal(found.hidden, sent.hidden)
         assert found.hidden.dtype == sent.hidden.dtype
-    if isinstance(sent, AdapterMessage | PackMessage):
+    if isinstance(sent, AdapterMessage | PackMessage | NewKVMessage):
         assert found == sent
 
 
@@ -81,6 +84,7 @@ MESSAGES: dict[str, RankMessage] = {
     "bf16 states": HeadMessage(3, torch.randn(3, 7).to(torch.bfloat16)),
     "fp32 states": HeadMessage(4, torch.randn(64, 32)),
     "storage": NewKVMessage(1, 123456789012),
+    "storage beside others": NewKVMessage(9, 16, (1, 5)),
     "the end": StopMessage(9),
 }
 

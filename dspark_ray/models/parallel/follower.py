@@ -35,7 +35,7 @@ class Follower:
         self._group, self._rank = group, group.rank
         self._adapters: dict[str, Adapter] = {}  # by digest
         self._pack: AdapterPack | None = None
-        self._kv: KVStorage | None = None
+        self._storages: dict[int, KVStorage] = {}  # by the number of the message that made each
         group.on_enter = receiver.note_sums
 
     @torch.inference_mode()
@@ -71,7 +71,6 @@ class Follower:
     def _carry_out(self, message: RankMessage) -> None:
         match message:
             case ForwardMessage():
-                assert self._kv is not None, "storage comes first"
                 adapters = None
                 if message.adapters is not None:
                     assert self._pack is not None, "a pack comes first"
@@ -79,7 +78,7 @@ class Follower:
                 self._decoder.forward(
                     message.token_ids,
                     message.positions,
-                    self._kv,
+                    self._storages[message.kv],
                     message.slots,
                     message.batch,
                     adapters=adapters,
@@ -88,8 +87,9 @@ class Follower:
             case HeadMessage():
                 self._decoder.logits(message.hidden)
             case NewKVMessage():
-                self._kv = None  # before the new one is made
-                self._kv = self._decoder.new_kv(message.num_slots)
+                # Before the new one is made.
+                self._storages = {n: kv for n, kv in self._storages.items() if n in message.kept}
+                self._storages[message.number] = self._decoder.new_kv(message.num_slots)
             case AdapterMessage():
                 highest_failed(self._group, not self._hold(message))
             case PackMessage():

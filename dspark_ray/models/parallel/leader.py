@@ -3,6 +3,7 @@ them. Who calls it decides everything, and does not know of them."""
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from dspark_kernels.attention import PagedBatch
@@ -54,14 +55,16 @@ class LeadingDecoder(Decoder):
         self._sender, self._group = sender, group
         self._number = self._num_sums = 0
         self._is_lost = False
-        self._kv: KVStorage | None = None
+        # By the message that made each; what nobody here uses any more, the others drop with the next one.
+        self._storages: WeakKeyDictionary[KVStorage, int] = WeakKeyDictionary()
         group.on_enter = self._note_sum
 
     def new_kv(self, num_slots: int) -> KVStorage:
-        """Ranks hold one storage each: the last one that was made."""
-        self._tell(lambda number: NewKVMessage(number, num_slots))
-        self._kv = super().new_kv(num_slots)
-        return self._kv
+        kept = tuple(self._storages.values())
+        self._tell(lambda number: NewKVMessage(number, num_slots, kept))
+        kv = super().new_kv(num_slots)
+        self._storages[kv] = self._number
+        return kv
 
     def forward(
         self,
@@ -75,10 +78,11 @@ class LeadingDecoder(Decoder):
         logit_rows: Tensor | None = None,
     ) -> DecoderOutput:
         """As `Decoder.forward`. The others keep no taps: drafters are rank 0's."""
-        assert kv is self._kv, "the other ranks have the newest storage only"
-        rows = None if adapters is None else adapters.adapters
+        storage, rows = self._storages[kv], None if adapters is None else adapters.adapters
         self._tell(
-            lambda number: ForwardMessage(number, token_ids, positions, slots, batch, logit_rows, rows)
+            lambda number: ForwardMessage(
+                number, token_ids, positions, slots, batch, storage, logit_rows, rows
+            )
         )
         try:
             return super().forward(token_ids, positions, kv, slots, batch, taps, adapters, logit_rows)

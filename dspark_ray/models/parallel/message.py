@@ -35,6 +35,7 @@ class ForwardMessage:
     positions: Tensor  # [N] int64
     slots: Tensor  # [N] int64
     batch: PagedBatch
+    kv: int  # number of the message that made the storage
     logit_rows: Tensor | None  # [M] int64
     adapters: Tensor | None = None  # [N] int64, each row's place in the pack; None: no row has an adapter
 
@@ -58,14 +59,15 @@ class HeadMessage:
 
 @dataclass(frozen=True, slots=True)
 class NewKVMessage:
-    """Fresh KV storage, in place of any before it."""
+    """Fresh KV storage, known by this message's number from here on."""
 
     kind: ClassVar[str] = "new_kv"
     number: int
     num_slots: int
+    kept: tuple[int, ...] = ()  # numbers of those before it that are still in use
 
     def shape(self) -> tuple[int, ...]:
-        return (self.num_slots,)
+        return (self.num_slots, *self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,7 @@ def _fields(message: RankMessage) -> list[Tensor]:
         batch = message.batch
         optional = [field for field in (message.logit_rows, message.adapters) if field is not None]
         given = [message.logit_rows is not None, message.adapters is not None]
-        sizes = torch.tensor([batch.block_size, batch.max_query, batch.max_kv, *given])
+        sizes = torch.tensor([batch.block_size, batch.max_query, batch.max_kv, message.kv, *given])
         return [
             message.token_ids,
             message.positions,
@@ -180,7 +182,7 @@ def _fields(message: RankMessage) -> list[Tensor]:
     if isinstance(message, HeadMessage):
         return [message.hidden]
     if isinstance(message, NewKVMessage):
-        return [torch.tensor([message.num_slots])]
+        return [torch.tensor([message.num_slots, *message.kept])]
     if isinstance(message, AdapterMessage):
         ref = message.ref
         return [_text([ref.name, ref.path, ref.digest, str(message.max_rank)])]
@@ -198,15 +200,16 @@ def _words(text: Tensor) -> tuple[str, ...]:
 def _message(kind: type[RankMessage], number: int, fields: list[Tensor]) -> RankMessage:
     if kind is ForwardMessage:
         token_ids, positions, slots, query_start, kv_len, tables, sizes, *optional = fields
-        block_size, max_query, max_kv, has_rows, has_adapters = sizes.tolist()
+        block_size, max_query, max_kv, kv, has_rows, has_adapters = sizes.tolist()
         batch = PagedBatch(query_start, kv_len, tables, block_size, max_query, max_kv)
         logit_rows = optional.pop(0) if has_rows else None
         adapters = optional.pop(0) if has_adapters else None
-        return ForwardMessage(number, token_ids, positions, slots, batch, logit_rows, adapters)
+        return ForwardMessage(number, token_ids, positions, slots, batch, kv, logit_rows, adapters)
     if kind is HeadMessage:
         return HeadMessage(number, *fields)
     if kind is NewKVMessage:
-        return NewKVMessage(number, int(fields[0]))
+        num_slots, *kept = fields[0].tolist()
+        return NewKVMessage(number, num_slots, tuple(kept))
     if kind is AdapterMessage:
         name, path, digest, max_rank = _words(fields[0])
         return AdapterMessage(number, AdapterRef(name, path, digest), int(max_rank))
