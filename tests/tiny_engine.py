@@ -18,6 +18,7 @@ from dspark_kernels.linear import PackedLinear
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import AdapterRef, Request, RequestOutput, SamplingParams
+from dspark_ray.engine.acceptance import verify
 from dspark_ray.engine.build import DRAFTERS  # with every drafter registered
 from dspark_ray.engine.device_acceptance import verify_on_device
 from dspark_ray.engine.engine import Engine
@@ -192,11 +193,11 @@ PATHS = ("host", "device")
 
 def on_path(path: str, engine: Engine) -> Engine:
     """The engine, choosing tokens as on a GPU where `path` is "device"."""
-    if path == "device":
-        engine.acceptor = verify_on_device
-        for owner in (engine.drafter, getattr(engine.drafter, "heads", None)):
-            if hasattr(owner, "chooses_on_device"):
-                owner.chooses_on_device = True
+    on_device = path == "device"
+    engine.acceptor = verify_on_device if on_device else verify
+    for owner in (engine.drafter, getattr(engine.drafter, "heads", None)):
+        if hasattr(owner, "chooses_on_device"):
+            owner.chooses_on_device = on_device
     return engine
 
 

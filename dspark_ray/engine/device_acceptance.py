@@ -1,10 +1,11 @@
-"""`verify` for logits on a GPU: what stands is decided there, and one small copy brings it to the host.
+"""`verify` for whole batches: one pass of each kernel for all requests of a rule, where the logits are.
 
-The rules are those of `acceptance.py`, in the kernels of `dspark_kernels.sampling`. Greedy and seeded
-requests get the same tokens as on the host. With the rejection rule the law is the same and the randomness
-is used otherwise: the token after the accepted ones wins a race (dspark_kernels.noise) whose key is drawn for
-it, where the host looks up a point of a cumulative sum. Requests with an adjuster, which works on the host,
-are verified there.
+On a GPU one small copy brings what was decided to the host. On a CPU the kernels are compiled; greedy
+requests stay with `verify`, which has nothing to do for them but to compare. The rules are those of
+`acceptance.py`, in the kernels of `dspark_kernels.sampling`. Greedy and seeded requests get the same tokens.
+With the rejection rule the law is the same and the randomness is used otherwise: the token after the
+accepted ones wins a race (dspark_kernels.noise) whose key is drawn for it, where `verify` looks up a point
+of a cumulative sum. Requests with an adjuster, which works on the host, are verified there.
 """
 
 from collections.abc import Callable
@@ -26,15 +27,30 @@ from dspark_ray.models.transfer import arrays_to_device, to_host
 
 def acceptor_for(device: torch.device) -> Acceptor:
     """How an engine whose target is there verifies."""
-    return verify if device.type == "cpu" else verify_on_device
+    return verify_on_cpu if device.type == "cpu" else verify_on_device
 
 
 def verify_on_device(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
     """As `verify`. The device's work is started first; then the host does its own, and waits."""
+    return _verify_in_batches(logits, requests, vocab_map, [r.adjuster is not None for r in requests])
+
+
+def verify_on_cpu(logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None) -> list[Verdict]:
+    """As `verify`, for logits in the host's memory."""
+    one_by_one = [r.adjuster is not None or r.sampling.greedy for r in requests]
+    if all(one_by_one):
+        return verify(logits, requests, vocab_map)
+    return _verify_in_batches(logits, requests, vocab_map, one_by_one)
+
+
+def _verify_in_batches(
+    logits: Tensor, requests: Seq[VerifyRequest], vocab_map: Tensor | None, is_hosts: Seq[bool]
+) -> list[Verdict]:
+    """`is_hosts` [R]: left to `verify`."""
     groups: dict[AcceptanceRule, list[int]] = {}
     by_host: list[int] = []
     for index, request in enumerate(requests):
-        own = groups.setdefault(request.sampling.rule, []) if request.adjuster is None else by_host
+        own = by_host if is_hosts[index] else groups.setdefault(request.sampling.rule, [])
         own.append(index)
     found = [
         torch.stack(_RULES[rule](_flatten(logits, [requests[i] for i in members]), vocab_map))

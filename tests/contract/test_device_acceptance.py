@@ -12,7 +12,7 @@ import torch
 from dspark_ray.core.types import Request, SamplingParams
 from dspark_ray.engine import device_acceptance
 from dspark_ray.engine.acceptance import VerifyRequest, verify
-from dspark_ray.engine.device_acceptance import acceptor_for, verify_on_device
+from dspark_ray.engine.device_acceptance import acceptor_for, verify_on_cpu, verify_on_device
 from dspark_ray.models.noise import shared_noise
 from dspark_ray.models.token_rules import token_rules
 from tests.far_device import FAR
@@ -109,5 +109,5 @@ def test_what_was_decided_comes_to_the_host_once(monkeypatch):
 
 
 def test_who_verifies():
-    assert acceptor_for(torch.device("cpu")) is verify
+    assert acceptor_for(torch.device("cpu")) is verify_on_cpu
     assert acceptor_for(FAR) is verify_on_device

@@ -165,7 +165,7 @@ class AutoregressiveDrafter:
             rows = target.head_weight
             self.head = PackedLinear(rows if self.vocab_map is None else rows[self.vocab_map], None)
         self._confidence = OnlineConfidence(config.block_size, None)
-        self.chooses_on_device = target.device.type != "cpu"
+        self.chooses_on_device = True  # False: slot by slot on the host, as with rules; tests compare
 
     def commit(self, rows: ContextRows) -> None:
         self.layer.store_context(rows)

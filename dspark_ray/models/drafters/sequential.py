@@ -68,7 +68,7 @@ class SequentialHeads:
             self.markov.markov_w2.weight.data = self.w2.t()
         self.confidence = _confidence_vector(config, weights) if config.enable_confidence_head else None
         self.has_compiled_chain = config.markov_head_type == "vanilla"
-        self.chooses_on_device = target.device.type != "cpu"
+        self.chooses_on_device = True  # False: slot by slot on the host, as with rules; tests compare
 
     def confidence_logits(self, hidden: Tensor, previous: Tensor) -> Tensor | None:
         """w·[h_k; W1[x_{k−1}]] + b. hidden [R, n, H], previous [R, n] → fp32 [R, n]; None without it."""

@@ -2,6 +2,7 @@
 // and u from a hash of the row's key and the token id.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -21,17 +22,35 @@ inline double uniform(uint64_t key, uint64_t id) {
   return ((double)(mix(key + (id + 1) * 0x9e3779b97f4a7c15u) >> 12) + 0.5) * 0x1p-52;
 }
 
-// E ≥ 1 − u ≥ 2^−53: most tokens are passed over without a logarithm, the unlikeliest without a hash.
+constexpr int64_t TOGETHER = 64;  // tokens that are looked at in one vectorised loop
+
+// Whether some token of a block may be better than `best`, which is finite: E ≥ 1 − u, so that no logarithm is needed.
+template <bool MAPPED>
+inline bool may_win(const float* probs, uint64_t key, const int64_t* ids, int64_t first, double best) {
+  bool may = false;
+  for (int64_t i = 0; i < TOGETHER; i++) {
+    const uint64_t id = MAPPED ? (uint64_t)ids[first + i] : (uint64_t)(first + i);
+    may |= 1 - uniform(key, id) <= best * (double)probs[first + i];
+  }
+  return may;
+}
+
 inline int64_t draw(const float* probs, uint64_t key, const int64_t* ids, int64_t size) {
   double best = INFINITY;
   int64_t found = 0;
-  for (int64_t i = 0; i < size; i++) {
-    double p = probs[i];
-    if (!(p > 0) || best * p <= 0x1p-54) continue;
-    double u = uniform(key, (uint64_t)(ids ? ids[i] : i));
-    if (1 - u > best * p) continue;
-    double cost = -std::log(u) / p;
-    if (cost < best) best = cost, found = i;
+  for (int64_t first = 0; first < size; first += TOGETHER) {
+    const int64_t last = std::min(size, first + TOGETHER);
+    if (best < INFINITY && last - first == TOGETHER &&
+        !(ids ? may_win<true>(probs, key, ids, first, best) : may_win<false>(probs, key, ids, first, best)))
+      continue;
+    for (int64_t i = first; i < last; i++) {
+      const double p = probs[i];
+      if (!(p > 0)) continue;
+      const double u = uniform(key, (uint64_t)(ids ? ids[i] : i));
+      if (1 - u > best * p) continue;
+      const double cost = -std::log(u) / p;
+      if (cost < best) best = cost, found = i;
+    }
   }
   return found;
 }
