@@ -22,11 +22,20 @@ def train(
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="Save and stop after this time; run it again to continue.")
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="As a Ray Train job, on the cluster of RAY_ADDRESS or a local one.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="With --ray: processes.")] = 1,
+    cpus_per_worker: Annotated[int, typer.Option(min=1, help="With --ray: cores of each.")] = 1,
+    max_failures: Annotated[
+        int, typer.Option(min=0, help="With --ray: how often lost workers are replaced.")
+    ] = 0,
 ) -> None:
     """Train a drafter, or continue where the last run stopped.
 
-    Ctrl-C saves and stops. The run's folder gets `state.pt` (to continue), `metrics.jsonl` and
-    `checkpoint/`, which `speculation.drafter.path` can name at once. Calibrate it afterwards.
+    Ctrl-C saves and stops (with --ray it stops: the last `save_minutes` are lost). The run's folder gets
+    `state.pt` (to continue), `metrics.jsonl` and `checkpoint/`, which `speculation.drafter.path` can name at
+    once. Calibrate it afterwards.
     """
     from dspark_ray.cli.common import err
     from dspark_ray.training.config import load_training_config
@@ -34,6 +43,11 @@ def train(
 
     overrides = {} if minutes is None else {"minutes": minutes}
     checked = load_training_config(config, **overrides)
+    if ray:
+        from dspark_ray.runtime.train_job import TrainingJob, train_on_ray
+
+        train_on_ray(TrainingJob(checked, workers, cpus_per_worker, max_failures))
+        return
     if err.is_terminal:
         from dspark_ray.cli.train_progress import training_display
 
