@@ -78,6 +78,9 @@ def _capturer(config: AppConfig, target: Decoder) -> Capturer | None:
     """Of CUDA graphs, where kernels run that read nothing back in a pass."""
     if target.device.type != "cuda" or not config.engine.cuda_graphs:
         return None
+    if not target.can_be_captured:
+        logger.warning("no CUDA graphs: several ranks run their passes as they are told")
+        return None
     if cuda_version() is torch_ops:
         logger.warning("no CUDA graphs: the torch reference of the kernels reads lengths back in a pass")
         return None

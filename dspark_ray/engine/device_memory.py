@@ -31,9 +31,10 @@ class DeviceNeeds:
         return self.weights + self.drafter + self.step + self.graphs
 
 
-def device_needs(config: AppConfig, model_dir: Path) -> DeviceNeeds:
-    """Of the native engine, by its configuration and the sizes of files. Loading itself needs no more:
-    matrices are made one by one."""
+def device_needs(config: AppConfig, model_dir: Path, rank: int = 0) -> DeviceNeeds:
+    """Of one rank of the native engine, by its configuration and the sizes of files. Loading itself needs no
+    more: matrices are made one by one. Rank 0 has the drafter, with the target's whole embedding and head
+    for it, and all logits."""
     size = _DTYPE_BYTES[config.model.dtype]
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     target = read_shape(raw, size)
@@ -43,13 +44,18 @@ def device_needs(config: AppConfig, model_dir: Path) -> DeviceNeeds:
         weights = embedding + (weights - embedding * (1 if raw.get("tie_word_embeddings") else 2)) / size
         weights += embedding / size
     speculation, engine = config.speculation, config.engine
+    ranks, is_first = engine.tensor_parallel_size, rank == 0
+    weights /= ranks
     speculates = speculation.mode is not VerificationMode.OFF and speculation.drafter.kind != "none"
     gamma = speculation.num_draft_tokens if speculates else 0
     drafter, drafter_kv, taps = 0.0, 0.0, 0
-    if speculates and speculation.drafter.path is not None:
+    if speculates and is_first and speculation.drafter.path is not None:
         folder = Path(speculation.drafter.path)
         drafter = float(sum(path.stat().st_size for path in safetensors_files(folder)))  # bf16
         drafter *= size / 2
+        if ranks > 1:
+            matrices = 1 if raw.get("tie_word_embeddings") else 2
+            drafter += matrices * target.vocab_size * target.hidden_size * size
         drafter_raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         drafter_kv = read_shape(drafter_raw, size).kv_bytes(1)
         taps = len(drafter_raw.get("target_layer_ids") or ())
@@ -57,18 +63,19 @@ def device_needs(config: AppConfig, model_dir: Path) -> DeviceNeeds:
     # Logits, p, and q where something was drafted.
     per_token = size + (8.0 if gamma else 4.0)
     logits = min(rows, engine.max_running * (1 + gamma)) * target.vocab_size * per_token
-    kept = engine.max_running * gamma * target.vocab_size * 4.0
+    logits = logits if is_first else logits / ranks
+    kept = engine.max_running * gamma * target.vocab_size * 4.0 if is_first else 0.0
     widest = 2 * max(int(raw.get("intermediate_size", 0)), target.hidden_size)
     step = logits + kept + rows * (widest + (4 + taps) * target.hidden_size) * size + _RUNTIME_BYTES
     graphs = 0.0
-    if engine.cuda_graphs:
+    if engine.cuda_graphs and ranks == 1:
         most = min(engine.max_running * (1 + gamma), rows)
         # What a pass leaves behind for each size, and the widest activations once, for all of them.
         graphs = (sum(capture_sizes(most)) * (1 + taps) * target.hidden_size + most * 4 * widest) * size
         if drafter:
             slots = sum(capture_sizes(engine.max_running * (gamma + 1)))
             graphs += slots * target.hidden_size * size
-    kv_token = target.kv_bytes(1) + drafter_kv
+    kv_token = target.kv_bytes(1) / min(ranks, target.num_kv_heads) + drafter_kv
     return DeviceNeeds(weights, drafter, step, float(graphs), kv_token * engine.kv_block_size)
 
 

@@ -270,8 +270,6 @@ def ranks_divide_the_target(facts: Facts) -> Iterator[Problem]:
                 f"heads and an inner width of {target.intermediate_size}",
                 f"use one of {', '.join(map(str, sizes))}",
             )
-    if config.model.device == "cuda":
-        yield Problem("model.device", f"{count} ranks compute on CPUs", f"set it to cpu, or {key} to 1")
     if config.engine.deterministic and count > 2:
         yield Problem(
             "engine.deterministic",

@@ -124,10 +124,16 @@ class EngineActor:
     def open_ranks(self, places: Sequence[RankPlace]) -> RankLink:
         """Where the ranks that will follow, and are at `places`, find this one. Comes before `load()`."""
         use_threads(self._config)
+        from dspark_ray.engine.device import choose_device
         from dspark_ray.runtime.ranks import LeaderEnd, ring_bytes
 
-        num_bytes = ring_bytes(self._config)
-        self._leader = LeaderEnd.open(ray.util.get_node_ip_address(), node_id(), places, num_bytes)
+        self._leader = LeaderEnd.open(
+            ray.util.get_node_ip_address(),
+            node_id(),
+            places,
+            ring_bytes(self._config),
+            device=choose_device(self._config.model.device),
+        )
         return self._leader.link
 
     def load(self) -> EngineInfo:

@@ -230,6 +230,7 @@ def _start_ranks(config: AppConfig, app_name: str, replica_id: str, placement: P
             num_cpus=config.serving.replica_cpus,
             max_restarts=0,
             scheduling_strategy=_bundle(rank, placement),
+            **placement.actor_options,
         ).remote(config, rank)
         for rank in range(1, placement.num_ranks)
     ]

@@ -22,12 +22,13 @@ import torch
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import DsparkError, RankError
+from dspark_ray.engine.device import choose_device
 from dspark_ray.models.parallel.leader import LeadingDecoder
 from dspark_ray.models.targets.config import read_decoder_config
 from dspark_ray.models.targets.shard import check_ranks
 from dspark_ray.runtime.logs import configure_logging
 from dspark_ray.runtime.rank_link import RankPlace
-from dspark_ray.runtime.ranks import FollowerEnd, LeaderEnd, ring_bytes, target_spec
+from dspark_ray.runtime.ranks import FollowerEnd, LeaderEnd, ring_bytes
 
 HOST, NODE = "127.0.0.1", "this machine"
 START_TIMEOUT_S = 120.0  # for a process to start, and to import torch
@@ -47,10 +48,11 @@ class LocalRanks:
         """Starts them; all load at the same time. Raises what loading raises on any rank."""
         count = self._config.engine.tensor_parallel_size
         check_ranks(count, read_decoder_config(self._model_dir))  # before anything is started
+        device = choose_device(self._config.model.device, 0, count)
         self._others = [_Other(self._config, self._model_dir, rank) for rank in range(1, count)]
         try:
             places = [other.place() for other in self._others]
-            self._leader = LeaderEnd.open(HOST, NODE, places, ring_bytes(self._config))
+            self._leader = LeaderEnd.open(HOST, NODE, places, ring_bytes(self._config), device=device)
             for other in self._others:
                 other.pipe.send(self._leader.link)
             return self._leader.load_for(self._config, self._model_dir)
@@ -127,13 +129,14 @@ def _follow(parent: Connection, config: AppConfig, model_dir: Path, rank: int, n
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and its end is this one's
     configure_logging(logging.WARNING)
     torch.set_num_threads(num_threads)
-    end = FollowerEnd(rank, HOST, NODE)
+    device = choose_device(config.model.device, rank, config.engine.tensor_parallel_size)
+    end = FollowerEnd(rank, HOST, NODE, device)
     parent.send(end.place)
     link = parent.recv()
     threading.Thread(target=_end_with, args=(parent,), name="dspark-parent", daemon=True).start()
     try:
         end.join(link)
-        end.load(target_spec(config, model_dir)).run()
+        end.load_for(config, model_dir).run()
     except DsparkError as error:
         parent.send(error)
     finally:

@@ -14,7 +14,7 @@ class Placement:
 
     bundles: tuple[dict[str, float], ...]
     strategy: str  # Ray's
-    actor_options: dict[str, Any] = field(default_factory=dict)  # beside the actor's CPUs
+    actor_options: dict[str, Any] = field(default_factory=dict)  # of each rank, beside its CPUs
     captures_children: bool = False  # whether actors that the engine starts land in the group
     num_ranks: int = 1  # of ours, the engine's actor included; rank r takes bundle r
 
@@ -22,18 +22,19 @@ class Placement:
 def replica_placement(config: AppConfig) -> Placement:
     """The bundles of a configuration's replicas.
 
-    Ours: a bundle for each rank, by default all on one node; of one rank with a GPU where `model.device` is
-    cuda.
+    Ours: a bundle for each rank, by default all on one node, with a GPU each where `model.device` is cuda.
     vLLM by `mp`: its ranks are processes of the engine actor, which therefore holds all GPUs, on one node.
     By `ray`: a bundle with one GPU each, over as few nodes as will do; vLLM finds the group as the one that
     its engine runs in, and makes none of its own.
     """
     engine_cpus = max(config.serving.replica_cpus, _MIN_CPUS)
     vllm, ranks = config.vllm, config.engine.tensor_parallel_size
+    if config.engine.kind == "native" and config.model.device == "cuda":
+        bundle, options = {"CPU": engine_cpus, "GPU": 1.0}, {"num_gpus": 1.0}
+        strategy = config.engine.rank_placement if ranks > 1 else "STRICT_PACK"
+        return Placement((bundle,) * ranks, strategy, options, num_ranks=ranks)
     if ranks > 1:
         return Placement(({"CPU": engine_cpus},) * ranks, config.engine.rank_placement, num_ranks=ranks)
-    if config.engine.kind == "native" and config.model.device == "cuda":
-        return Placement(({"CPU": engine_cpus, "GPU": 1.0},), "STRICT_PACK", {"num_gpus": 1.0})
     if config.engine.kind != "vllm" or vllm.device == "cpu":
         return Placement(({"CPU": engine_cpus},), "STRICT_PACK")
     if vllm.executor == "mp":

@@ -33,20 +33,20 @@ class RankActor:
     def open(self) -> RankPlace:
         """Where rank 0 finds this one."""
         use_threads(self._config)
+        from dspark_ray.engine.device import choose_device
         from dspark_ray.runtime.ranks import FollowerEnd
 
-        self._end = FollowerEnd(self._rank, ray.util.get_node_ip_address(), node_id())
+        device = choose_device(self._config.model.device)  # what Ray has reserved for this actor
+        self._end = FollowerEnd(self._rank, ray.util.get_node_ip_address(), node_id(), device)
         return self._end.place
 
     def load(self, link: RankLink) -> None:
         """Reads this rank's shard, fetching the model first if this node lacks it. Raises `DsparkError`."""
         assert self._end is not None, "open() comes first"
         from dspark_ray.models.fetch import resolve_model
-        from dspark_ray.runtime.ranks import target_spec
 
         self._end.join(link)
-        spec = target_spec(self._config, resolve_model(self._config.model.source))
-        self._follower = self._end.load(spec)
+        self._follower = self._end.load_for(self._config, resolve_model(self._config.model.source))
 
     def run(self) -> None:
         """Follows until rank 0 stops it; raises `RankError` when another rank is gone."""

@@ -10,6 +10,7 @@ class RankPlace:
     node: str
     host: str  # its address
     address: str  # of its zmq inbox
+    device: str = "cpu"  # the kind that it computes on
 
 
 @dataclass(frozen=True, slots=True)

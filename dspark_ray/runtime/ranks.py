@@ -1,5 +1,5 @@
 """How the ranks of one engine find each other and talk: a ring in shared memory to those on rank 0's node,
-zmq to the others, gloo between all.
+zmq to the others; gloo between all on CPUs, NCCL on GPUs.
 
 end = FollowerEnd(rank=1, host="10.0.0.7", node="a")      # in the rank's process
 leader = LeaderEnd.open(host, node, [end.place, ...], num_bytes)  # in rank 0's
@@ -17,7 +17,9 @@ import torch.distributed as dist
 import zmq
 
 from dspark_ray.core.config import AppConfig
+from dspark_ray.core.errors import ConfigError
 from dspark_ray.engine.build import DTYPES
+from dspark_ray.engine.device_memory import check_fits, device_needs
 from dspark_ray.models.collective import Group, join_group
 from dspark_ray.models.parallel.channel import RankReceiver
 from dspark_ray.models.parallel.follower import Follower
@@ -27,6 +29,7 @@ from dspark_ray.models.parallel.ring import Ring
 from dspark_ray.models.quantized import open_weights
 from dspark_ray.models.targets.config import read_decoder_config
 from dspark_ray.models.targets.decoder import LINEARS, load_target
+from dspark_ray.models.weights import CPU
 from dspark_ray.runtime.rank_channel import WAITING_MESSAGES, RankBroadcast, WireReceiver
 from dspark_ray.runtime.rank_link import RankLink, RankPlace
 from dspark_ray.runtime.transport import bind_inbox, connect
@@ -62,9 +65,16 @@ def ring_bytes(config: AppConfig) -> int:
 class LeaderEnd:
     """Rank 0's side: rendezvous, ring and wires. `close()` ends what the others wait for."""
 
-    def __init__(self, host: str, link: RankLink, store: dist.TCPStore, sender: RankBroadcast) -> None:
+    def __init__(
+        self,
+        host: str,
+        link: RankLink,
+        store: dist.TCPStore,
+        sender: RankBroadcast,
+        device: torch.device = CPU,
+    ) -> None:
         self.link = link
-        self._host, self._store, self._sender = host, store, sender
+        self._host, self._store, self._sender, self._device = host, store, sender, device
         self._group: Group | None = None
         self._decoder: LeadingDecoder | None = None
 
@@ -77,9 +87,17 @@ class LeaderEnd:
         num_bytes: int,
         *,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        device: torch.device = CPU,
     ) -> "LeaderEnd":
-        """Binds everything to free ports of `host`. `num_bytes`: of the ring."""
+        """Binds everything to free ports of `host`. `num_bytes`: of the ring. `device`: rank 0's; the others
+        compute on the same kind, or `ConfigError`."""
         ranks = list(enumerate(places, start=1))
+        for rank, place in ranks:
+            if place.device != device.type:
+                raise ConfigError(
+                    f"rank 0 computes on {device.type} and rank {rank}, on {place.host}, on {place.device}: "
+                    "set model.device to cpu or cuda, so that all have the same"
+                )
         readers = {rank: index for index, rank in enumerate(r for r, p in ranks if p.node == node)}
         ring = Ring.create(len(readers), num_bytes) if readers else None
         context = zmq.Context()
@@ -105,13 +123,13 @@ class LeaderEnd:
             acks_address=acks.address,
             step_timeout_s=step_timeout_s,
         )
-        return cls(host, link, store, RankBroadcast(ring, readers, wires, acks, step_timeout_s))
+        return cls(host, link, store, RankBroadcast(ring, readers, wires, acks, step_timeout_s), device)
 
     def join(self) -> Group:
         """Meets the others, who have attached to the ring by then: its name goes, so that nothing is left of
         it whenever and however its processes end."""
         if self._group is None:
-            self._group = _join(self._store, 0, self.link, self._host)
+            self._group = _join(self._store, 0, self.link, self._host, self._device)
             self._sender.all_are_here()
         return self._group
 
@@ -122,7 +140,7 @@ class LeaderEnd:
             self._sender,
             group,
             read_decoder_config(spec.model_dir),
-            open_weights(spec.model_dir),
+            open_weights(spec.model_dir, device=self._device),
             spec.dtype,
             spec.max_positions,
             LINEARS[spec.quantization],
@@ -132,7 +150,8 @@ class LeaderEnd:
         return decoder
 
     def load_for(self, config: AppConfig, model_dir: Path) -> LeadingDecoder:
-        """Rank 0's shard of a configuration's target."""
+        """Rank 0's shard of a configuration's target. `ConfigError` where it does not fit into its GPU."""
+        check_rank_fits(config, model_dir, 0, self._device)
         return self.load(target_spec(config, model_dir))
 
     def journal(self) -> tuple[JournalEntry, ...]:
@@ -151,10 +170,10 @@ class LeaderEnd:
 class FollowerEnd:
     """Another rank's side."""
 
-    def __init__(self, rank: int, host: str, node: str) -> None:
-        self._rank, self._host, self._context = rank, host, zmq.Context()
+    def __init__(self, rank: int, host: str, node: str, device: torch.device = CPU) -> None:
+        self._rank, self._host, self._context, self._device = rank, host, zmq.Context(), device
         self._inbox = bind_inbox(self._context, host, num_messages=WAITING_MESSAGES)
-        self.place = RankPlace(node, host, self._inbox.address)
+        self.place = RankPlace(node, host, self._inbox.address, device.type)
         self._group: Group | None = None
         self._receiver: RankReceiver | None = None
         self._link: RankLink | None = None
@@ -163,7 +182,12 @@ class FollowerEnd:
         """Attaches to what rank 0 has made, and meets the others."""
         self._receiver, self._link = self._listen(link), link
         store = dist.TCPStore(*link.store, link.count, timeout=timedelta(seconds=LOAD_TIMEOUT_S))
-        self._group = _join(store, self._rank, link, self._host)
+        self._group = _join(store, self._rank, link, self._host, self._device)
+
+    def load_for(self, config: AppConfig, model_dir: Path) -> Follower:
+        """As `load`, of a configuration's target. `ConfigError` where it does not fit into its GPU."""
+        check_rank_fits(config, model_dir, self._rank, self._device)
+        return self.load(target_spec(config, model_dir))
 
     def load(self, spec: TargetSpec) -> Follower:
         """This rank's shard, made while the others make theirs. Raises what loading raises."""
@@ -171,7 +195,9 @@ class FollowerEnd:
         assert group is not None, "join() comes first"
         assert receiver is not None
         assert link is not None
-        decoder = load_target(spec.model_dir, spec.dtype, spec.max_positions, spec.quantization, group)
+        decoder = load_target(
+            spec.model_dir, spec.dtype, spec.max_positions, spec.quantization, group, self._device
+        )
         _meet(group, link)
         return Follower(decoder, group, receiver)
 
@@ -191,11 +217,18 @@ class FollowerEnd:
         self._inbox.socket.close()
 
 
-def _join(store: dist.TCPStore, rank: int, link: RankLink, host: str) -> Group:
-    return join_group(store, rank=rank, count=link.count, host=host, timeout_s=LOAD_TIMEOUT_S)
+def check_rank_fits(config: AppConfig, model_dir: Path, rank: int, device: torch.device) -> None:
+    """`ConfigError` that says what would fit, where this rank's part is larger than its GPU."""
+    if device.type == "cuda":
+        needs = device_needs(config, model_dir, rank)
+        check_fits(needs, config, torch.cuda.mem_get_info(device)[0])
+
+
+def _join(store: dist.TCPStore, rank: int, link: RankLink, host: str, device: torch.device) -> Group:
+    return join_group(store, rank=rank, count=link.count, host=host, timeout_s=LOAD_TIMEOUT_S, device=device)
 
 
 def _meet(group: Group, link: RankLink) -> None:
     """Until all have loaded; from here on, ranks wait for each other as long as a step may take."""
-    group.sum(torch.zeros(1))
+    group.sum(torch.zeros(1, device=group.device)).cpu()  # which waits, where the device did not
     group.set_timeout(link.step_timeout_s)

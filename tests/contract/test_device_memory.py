@@ -49,6 +49,26 @@ def test_a_tiny_models_tensors_are_all_counted(tmp_path):
     assert needs.kv_per_block == 16 * (target_kv + drafter_kv)
 
 
+def test_ranks_share_weights_and_kv_and_the_first_has_more(tmp_path):
+    (tmp_path / "config.json").write_bytes(QWEN3_8B.read_bytes())
+    plain = device_needs(config(), tmp_path)
+    four = {"tensor_parallel_size": 4}
+    first, second = (device_needs(config(engine=four), tmp_path, rank) for rank in (0, 1))
+    assert first.weights == second.weights == plain.weights / 4
+    assert first.kv_per_block == second.kv_per_block == plain.kv_per_block / 4
+    assert first.graphs == second.graphs == 0  # their passes are not captured
+    assert second.step < first.step <= plain.step  # all logits are rank 0's
+    sixteen = device_needs(config(engine={"tensor_parallel_size": 16}), tmp_path, 1)
+    assert sixteen.kv_per_block == plain.kv_per_block / 8  # of 8 KV heads, each lies on two ranks
+    checkpoint = tiny_drafter_dir(tmp_path / "drafter", 128, draft_vocab=None)
+    drafter = {"mode": "fixed", "num_draft_tokens": 4, "drafter": {"kind": "dspark", "path": str(checkpoint)}}
+    first, second = (
+        device_needs(config(engine=four, speculation=drafter), tmp_path, rank) for rank in (0, 1)
+    )
+    assert first.drafter > 2 * 151936 * 4096 * 2  # with the whole embedding and head that it reads
+    assert second.drafter == 0
+
+
 def test_the_message_says_what_would_fit():
     needs = DeviceNeeds(weights=10.0 * GIB, drafter=GIB, step=GIB, graphs=GIB, kv_per_block=GIB / 100)
     wanted = config(engine={"kv_num_blocks": 1000, "kv_block_size": 16}, model={"max_model_len": 2048})

@@ -71,21 +71,22 @@ class Follower:
     def _carry_out(self, message: RankMessage) -> None:
         match message:
             case ForwardMessage():
+                device = self._decoder.device
                 adapters = None
                 if message.adapters is not None:
                     assert self._pack is not None, "a pack comes first"
-                    adapters = self._pack.rows(message.adapters, self._decoder.dtype)
+                    adapters = self._pack.rows(message.adapters.to(device), self._decoder.dtype)
                 self._decoder.forward(
-                    message.token_ids,
-                    message.positions,
+                    message.token_ids.to(device),
+                    message.positions.to(device),
                     self._storages[message.kv],
-                    message.slots,
-                    message.batch,
+                    message.slots.to(device),
+                    message.batch.to(device),
                     adapters=adapters,
-                    logit_rows=message.logit_rows,
+                    logit_rows=None if message.logit_rows is None else message.logit_rows.to(device),
                 )
             case HeadMessage():
-                self._decoder.logits(message.hidden)
+                self._decoder.logits(message.hidden.to(self._decoder.device))
             case NewKVMessage():
                 # Before the new one is made.
                 self._storages = {n: kv for n, kv in self._storages.items() if n in message.kept}

@@ -26,6 +26,7 @@ from dspark_ray.models.parallel.message import (
     StopMessage,
     encode,
 )
+from dspark_ray.models.parallel.watch import DeviceWatch, Done
 from dspark_ray.models.targets.config import DecoderConfig
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput, Linear
 from dspark_ray.models.targets.lora import Adapter, AdapterPack, AdapterRows
@@ -38,7 +39,10 @@ HEAD_BYTES = 1 << 18  # of the states in one message, or one row's
 
 class LeadingDecoder(Decoder):
     """The target as an engine and its drafter use it. Every call raises `RankError` when a rank is lost,
-    naming it; nothing can be computed after that."""
+    naming it; nothing can be computed after that. On GPUs, where the host does not wait, the process ends
+    instead."""
+
+    can_be_captured = False  # the others are told of a pass when it is made, not when it is replayed
 
     def __init__(
         self,
@@ -57,6 +61,9 @@ class LeadingDecoder(Decoder):
         self._is_lost = False
         # By the message that made each; what nobody here uses any more, the others drop with the next one.
         self._storages: WeakKeyDictionary[KVStorage, int] = WeakKeyDictionary()
+        self._watch: DeviceWatch | None = None
+        if group.waits_on_device:
+            self._watch = DeviceWatch(group.timeout_s, self._culprit)
         group.on_enter = self._note_sum
 
     def new_kv(self, num_slots: int) -> KVStorage:
@@ -85,9 +92,12 @@ class LeadingDecoder(Decoder):
             )
         )
         try:
-            return super().forward(token_ids, positions, kv, slots, batch, taps, adapters, logit_rows)
+            out = super().forward(token_ids, positions, kv, slots, batch, taps, adapters, logit_rows)
         except RankError as error:
             raise self._blamed(error) from error
+        if self._watch is not None:
+            self._watch.note(_event(self.device))
+        return out
 
     def share_adapter(self, ref: AdapterRef, max_rank: int) -> None:
         """The others read their parts of its files now, each on its own node; steps wait for them."""
@@ -122,6 +132,8 @@ class LeadingDecoder(Decoder):
 
     def stop(self) -> None:
         """Lets the other ranks end; they do so by themselves once one is lost."""
+        if self._watch is not None:
+            self._watch.close()
         if self._is_lost:
             return
         try:
@@ -144,6 +156,14 @@ class LeadingDecoder(Decoder):
 
     def _blamed(self, error: RankError) -> RankError:
         self._is_lost = True
-        found = blame(self._sender.progress(), self._number, self._num_sums)
+        found = self._culprit()
         logger.error("%s (%s); the last messages: %s", found, error, self.journal.tail())
         return RankError(f"{found} ({error})")
+
+    def _culprit(self) -> str:
+        return blame(self._sender.progress(), self._number, self._num_sums)
+
+
+def _event(device: torch.device) -> Done:
+    """Behind everything that was asked of the device."""
+    return torch.cuda.current_stream(device).record_event()

@@ -128,7 +128,7 @@ def encode(message: RankMessage) -> bytes:
         parts.append(_FIELD.pack(_DTYPES.index(field.dtype), field.dim(), *sizes))
         # numpy has no bfloat16: its bits travel.
         bits = field.view(torch.int16) if field.dtype == torch.bfloat16 else field
-        content = bits.contiguous().numpy().tobytes()
+        content = bits.cpu().contiguous().numpy().tobytes()
         parts.append(content + bytes(-len(content) % _ALIGNMENT))
     return b"".join(parts)
 

@@ -156,6 +156,8 @@ class DecoderLayer:
 class Decoder:
     """The target model, inference only."""
 
+    can_be_captured = True  # whether a pass may be recorded once and replayed
+
     def __init__(
         self,
         config: DecoderConfig,

@@ -223,11 +223,11 @@ CATALOGUE: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "3 ranks do not divide 32 attention heads, 8 KV heads and an inner width of 12288",
         "use one of 1, 2, 4, 8, 16, 32",
     ),
-    "ranks on GPUs": (
+    "ranks on too few GPUs": (
         OURS,
-        {RANKS: 2, "model.device": "cuda"},
-        "model.device: 2 ranks compute on CPUs",
-        "set it to cpu, or engine.tensor_parallel_size to 1",
+        {RANKS: 4, "model.device": "cuda", "hardware.devices_per_node": 2},
+        "STRICT_PACK keeps all 4 ranks on one node, and a node has 2 devices",
+        "set it to PACK",
     ),
     "more than two ranks and one text": (
         OURS,

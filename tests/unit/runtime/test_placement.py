@@ -34,6 +34,16 @@ def test_our_ranks_have_a_bundle_each(strategy: str) -> None:
     assert found == Placement(({"CPU": 2.0},) * 3, strategy, num_ranks=3)
 
 
+def test_our_ranks_on_gpus_reserve_one_each() -> None:
+    args = {
+        "model": {"device": "cuda"},
+        "engine": {"tensor_parallel_size": 2, "rank_placement": "PACK"},
+        "serving": {"replica_cpus": 2.0},
+    }
+    found = replica_placement(parse_app_config(args))
+    assert found == Placement(({"CPU": 2.0, "GPU": 1.0},) * 2, "PACK", {"num_gpus": 1.0}, num_ranks=2)
+
+
 def test_ranks_that_are_processes_share_the_engines_bundle() -> None:
     found = placement(tensor_parallel_size=2, data_parallel_size=2)
     assert found.bundles == ({"CPU": 2.0, "GPU": 4.0},)
