@@ -82,6 +82,10 @@ def compile_model_ops(dtype: torch.dtype, *, requests: int, rows: int) -> None:
         ops.paged_attention(q, cache, cache, paged, 0.1, splits=splits)
         ops.block_attention(q, k, k, cache, cache, paged, 0.1, splits=splits)
     ops.paged_attention(q, cache, cache, paged, 0.1, 1024, 30.0)
+    eight = cache.to(torch.float8_e4m3fn)
+    ops.qkv_rope_store(qkv, cos, cos, heads, kv_heads, None, None, 1e-6, eight, eight, slots, 0.5, 2.0)
+    for splits in (1, 8):
+        ops.paged_attention(q, eight, eight, paged, 0.1, splits=splits)
     ops.argmax(torch.zeros(rows, vocab, dtype=dtype))
     w1, w2 = torch.zeros(vocab, rank, dtype=dtype), torch.zeros(rank, vocab, dtype=dtype)
     base, tokens = torch.zeros(requests, 2, vocab, dtype=dtype), torch.zeros(requests, dtype=torch.int64)

@@ -68,6 +68,9 @@ class EngineConfig(Section):
     )
     kv_block_size: int = Field(16, ge=1, le=256, description="tokens per KV block")
     kv_num_blocks: int = Field(2048, ge=2, description="KV blocks per replica")
+    kv_dtype: Literal["auto", "bf16", "fp8"] = Field(
+        "auto", description="of the target's KV; auto: model.dtype; fp8: half the bytes, an approximation"
+    )
     max_running: int = Field(64, ge=1, description="requests decoded together")
     max_step_rows: int = Field(512, ge=8, description="rows of one target step, drafts and prefill together")
     max_waiting: int = Field(512, ge=1, description="queued requests before 503")
@@ -91,6 +94,8 @@ class EngineConfig(Section):
             raise ValueError("engine.max_running must not exceed max_step_rows (each request needs a row)")
         if (self.kind == "timed") != (self.timed is not None):
             raise ValueError("engine.timed belongs to engine.kind 'timed': give both or neither")
+        if self.kind != "native" and self.kv_dtype != "auto":
+            raise ValueError("engine.kv_dtype is the native engine's; see vllm.engine_args.kv_cache_dtype")
         if self.kind != "native" and self.tensor_parallel_size > 1:
             raise ValueError(
                 "engine.tensor_parallel_size is the native engine's; see vllm.tensor_parallel_size"
@@ -419,6 +424,8 @@ class AppConfig(Section):
             )
         if self.engine.kind != "native" and self.observability.record_path is not None:
             raise ValueError("observability.record_path: only the native engine records its steps")
+        if self.engine.kv_dtype == "bf16" and self.model.dtype != "bfloat16":
+            raise ValueError("engine.kv_dtype bf16 goes with model.dtype bfloat16: set it to auto or fp8")
         if self.engine.kind == "timed" and self.lora.is_on:
             raise ValueError("lora: the timed engine has no weights to adapt; leave it out")
         if self.engine.kind != "native" and self.engine.deterministic:

@@ -28,7 +28,12 @@ from dspark_ray.scheduling.step_table import StepTable
 
 logger = logging.getLogger(__name__)
 
+_FLOAT8_CAPABILITY = (8, 9)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+KV_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+"""engine.kv_dtype → of the target's KV cache; None: the model's own."""
+
 TargetLoader = Callable[[], Decoder]
 
 
@@ -106,9 +111,33 @@ def _load_whole(config: AppConfig, model_dir: Path) -> Decoder:
             "ranks: set it to 1, or use `dspark-ray`"
         )
     device = choose_device(model.device)
+    check_kv_dtype(config, device)
     if device.type == "cuda":
         check_fits(device_needs(config, model_dir), config, torch.cuda.mem_get_info(device)[0])
-    return load_target(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, device=device)
+    return load_target(
+        model_dir,
+        DTYPES[model.dtype],
+        model.max_model_len,
+        model.quantization,
+        device=device,
+        kv_dtype=KV_DTYPES[config.engine.kv_dtype],
+    )
+
+
+def check_kv_dtype(config: AppConfig, device: torch.device) -> None:
+    """`ConfigError` for a GPU without float8 where the cache is kept in it; a warning for a CPU."""
+    if config.engine.kv_dtype != "fp8":
+        return
+    if device.type == "cpu":
+        logger.warning(
+            "engine.kv_dtype: fp8 halves the KV cache; on a CPU, torch reads it, several times slower"
+        )
+    elif (capability := torch.cuda.get_device_capability(device)) < _FLOAT8_CAPABILITY:
+        raise ConfigError(
+            f"engine.kv_dtype is fp8, which needs a GPU of compute capability "
+            f"{'.'.join(map(str, _FLOAT8_CAPABILITY))} or later, and this one has "
+            f"{'.'.join(map(str, capability))}: set it to auto"
+        )
 
 
 def build_drafter(config: AppConfig, target: Decoder) -> Drafter | None:

@@ -75,7 +75,8 @@ def device_needs(config: AppConfig, model_dir: Path, rank: int = 0) -> DeviceNee
         if drafter:
             slots = sum(capture_sizes(engine.max_running * (gamma + 1)))
             graphs += slots * target.hidden_size * size
-    kv_token = target.kv_bytes(1) / min(ranks, target.num_kv_heads) + drafter_kv
+    kv_size = 1 if engine.kv_dtype == "fp8" else size
+    kv_token = target.kv_bytes(1) * kv_size / size / min(ranks, target.num_kv_heads) + drafter_kv
     return DeviceNeeds(weights, drafter, step, float(graphs), kv_token * engine.kv_block_size)
 
 

@@ -154,6 +154,16 @@ class WeightSource:
             )
         return self._cast(read_tensor(stored, part))
 
+    def take_number(self, name: str, default: float) -> float:
+        """The only number of a tensor, or `default` where the checkpoint does not hold it."""
+        if name not in self._tensors:
+            return default
+        self._taken.add(name)
+        stored = read_tensor(self._tensors[name], None)
+        if stored.numel() != 1:
+            raise CheckpointError(f"tensor {name!r} has shape {list(stored.shape)}, and one number is read")
+        return float(stored)
+
     def whole(self, name: str) -> Tensor:
         """All of a tensor of which parts were taken, or that was taken already."""
         assert name in self._taken, f"tensor {name!r} was not taken"

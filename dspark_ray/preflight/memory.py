@@ -10,6 +10,7 @@ from dspark_ray.preflight.drafter import DrafterShape
 GIB = 2**30
 _RUNTIME_BYTES = 2.0 * GIB  # of a GPU process: context, communication buffers, captured graphs
 _LOGIT_BYTES = 4  # float32
+_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,12 @@ def plan_memory(config: AppConfig, target: Shape, drafter: DrafterShape | None) 
     on_gpu = is_vllm and vllm.device == "gpu"
     per_token = drafter.kv_bytes_per_token if drafter and _speculates(config) else 0.0
 
+    # Drafters keep theirs in the model's type.
+    kv_share = 1 / _DTYPE_BYTES[config.model.dtype] if config.engine.kv_dtype == "fp8" else 1.0
+
     def kv(tokens: int) -> float:
         drafters = per_token * tokens / (kv_parts if is_vllm else 1)
-        return target.kv_bytes(tokens) / kv_parts + drafters
+        return target.kv_bytes(tokens) * kv_share / kv_parts + drafters
 
     fills = is_vllm and vllm.gpu_memory_utilization is not None
     return MemoryPlan(

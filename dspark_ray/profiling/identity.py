@@ -47,6 +47,7 @@ def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": kernels_digest(),
         **_ranks(config),
+        **({} if config.engine.kv_dtype == "auto" else {"kv_dtype": config.engine.kv_dtype}),
     }
 
 

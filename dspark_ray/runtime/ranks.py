@@ -18,7 +18,7 @@ import zmq
 
 from dspark_ray.core.config import AppConfig
 from dspark_ray.core.errors import ConfigError
-from dspark_ray.engine.build import DTYPES
+from dspark_ray.engine.build import DTYPES, KV_DTYPES, check_kv_dtype
 from dspark_ray.engine.device_memory import check_fits, device_needs
 from dspark_ray.models.collective import Group, join_group
 from dspark_ray.models.parallel.channel import RankReceiver
@@ -46,12 +46,14 @@ class TargetSpec:
     dtype: torch.dtype
     max_positions: int
     quantization: str = "none"
+    kv_dtype: torch.dtype | None = None  # None: `dtype`
 
 
 def target_spec(config: AppConfig, model_dir: Path) -> TargetSpec:
     """The target of a configuration."""
     model = config.model
-    return TargetSpec(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization)
+    kv_dtype = KV_DTYPES[config.engine.kv_dtype]
+    return TargetSpec(model_dir, DTYPES[model.dtype], model.max_model_len, model.quantization, kv_dtype)
 
 
 def ring_bytes(config: AppConfig) -> int:
@@ -144,6 +146,7 @@ class LeaderEnd:
             spec.dtype,
             spec.max_positions,
             LINEARS[spec.quantization],
+            spec.kv_dtype,
         )
         _meet(group, self.link)
         self._decoder = decoder
@@ -196,7 +199,13 @@ class FollowerEnd:
         assert receiver is not None
         assert link is not None
         decoder = load_target(
-            spec.model_dir, spec.dtype, spec.max_positions, spec.quantization, group, self._device
+            spec.model_dir,
+            spec.dtype,
+            spec.max_positions,
+            spec.quantization,
+            group,
+            self._device,
+            spec.kv_dtype,
         )
         _meet(group, link)
         return Follower(decoder, group, receiver)
@@ -218,7 +227,9 @@ class FollowerEnd:
 
 
 def check_rank_fits(config: AppConfig, model_dir: Path, rank: int, device: torch.device) -> None:
-    """`ConfigError` that says what would fit, where this rank's part is larger than its GPU."""
+    """`ConfigError` that says what would fit, where this rank's part is larger than its GPU, or what the GPU
+    cannot do."""
+    check_kv_dtype(config, device)
     if device.type == "cuda":
         needs = device_needs(config, model_dir, rank)
         check_fits(needs, config, torch.cuda.mem_get_info(device)[0])

@@ -64,6 +64,9 @@ def paged_attention(
 
     Their own keys and values must already be in the cache. Decoding requests (a few rows) and prefill chunks
     (hundreds) mix in one call. q [N, H, D], k_cache and v_cache [S, KV, D] → [N, H, D].
+
+    A cache in float8 is read as the numbers that it holds (rope.py): the caller has the scales in `scale` and
+    on the result.
     """
     return ops_for(q).paged_attention(q, k_cache, v_cache, batch, scale, window, soft_cap)
 

@@ -307,11 +307,25 @@ class CpuOps:
         k_cache: Tensor,
         v_cache: Tensor,
         slots: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor:
         dim = k_cache.shape[2]
         if not (_carries(qkv, dim, k_cache, v_cache) and _norms_carried(qkv, q_norm, k_norm)):
             return torch_ops.qkv_rope_store(
-                qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots
+                qkv,
+                cos,
+                sin,
+                num_heads,
+                num_kv_heads,
+                q_norm,
+                k_norm,
+                eps,
+                k_cache,
+                v_cache,
+                slots,
+                k_scale,
+                v_scale,
             )
         q = qkv.new_empty((qkv.shape[0], num_heads, dim))
         self._rotate(qkv, cos, sin, q, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots)

@@ -112,6 +112,8 @@ class Ops(Protocol):
         k_cache: Tensor,
         v_cache: Tensor,
         slots: Tensor,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
     ) -> Tensor: ...
 
     def k_rope_store(

@@ -22,14 +22,31 @@ def qkv_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     """Split, normalise, rotate; keys and values go to the cache, queries come back.
 
     qkv [N, (H + 2·KV)·D], cos and sin [N, D/2] fp32, q_norm and k_norm [D] or None, k_cache and v_cache [S,
     KV, D] (written in place), slots [N] int64 cache rows, negative: do not store → q [N, H, D].
+
+    A cache in float8 (e4m3) holds keys / k_scale and values / v_scale, to the nearest and up to its largest
+    number.
     """
     return ops_for(qkv, q_norm).qkv_rope_store(
-        qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots
+        qkv,
+        cos,
+        sin,
+        num_heads,
+        num_kv_heads,
+        q_norm,
+        k_norm,
+        eps,
+        k_cache,
+        v_cache,
+        slots,
+        k_scale,
+        v_scale,
     )
 
 

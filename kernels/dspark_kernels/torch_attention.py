@@ -44,7 +44,7 @@ def paged_attention(
     out = torch.empty_like(q)
     for group in _groups(batch, q.shape[0]):
         request, offset = _row_places(group, q.device)
-        k, v = _gather_context(group, k_cache, v_cache, batch.block_size)
+        k, v = _gather_context(group, k_cache, v_cache, batch.block_size, q.dtype)
         key = torch.arange(group.max_kv, device=q.device)
         # The rows are the last `count` keys: row i sees keys up to kv_len - count + i. Padding rows see key
         # 0.
@@ -70,7 +70,7 @@ def block_attention(
     out = torch.empty_like(q)
     for group in _groups(batch, q.shape[0]):
         request, offset = _row_places(group, q.device)
-        k_context, v_context = _gather_context(group, k_cache, v_cache, batch.block_size)
+        k_context, v_context = _gather_context(group, k_cache, v_cache, batch.block_size, q.dtype)
         k = torch.cat([k_context, _pad_rows(k_block, group, request, offset)], dim=1)
         v = torch.cat([v_context, _pad_rows(v_block, group, request, offset)], dim=1)
         key = torch.arange(group.max_kv, device=q.device)
@@ -121,7 +121,7 @@ def _row_places(group: _Group, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _gather_context(
-    group: _Group, k_cache: Tensor, v_cache: Tensor, block_size: int
+    group: _Group, k_cache: Tensor, v_cache: Tensor, block_size: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the group, padded: [G, max_kv, KV, D] each; padding reads cache row 0."""
     position = torch.arange(group.max_kv, device=k_cache.device)
@@ -130,7 +130,13 @@ def _gather_context(
     else:
         slots = group.block_tables.long()[:, position // block_size] * block_size + position % block_size
         slots = torch.where(position[None, :] < group.kv_len[:, None], slots, 0)
+    if k_cache.dtype == torch.float8_e4m3fn:
+        return _of_float8(k_cache, slots, dtype), _of_float8(v_cache, slots, dtype)
     return k_cache[slots], v_cache[slots]
+
+
+def _of_float8(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    return cache.view(torch.uint8)[slots].view(torch.float8_e4m3fn).to(dtype)
 
 
 def _pad_rows(x: Tensor, group: _Group, request: Tensor, offset: Tensor) -> Tensor:

@@ -121,9 +121,11 @@ def qkv_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     q, k, v = qkv_rope(qkv, cos, sin, num_heads, num_kv_heads, q_norm, k_norm, eps)
-    _store(k, v, k_cache, v_cache, slots)
+    _store(k, v, k_cache, v_cache, slots, k_scale, v_scale)
     return q
 
 
@@ -144,8 +146,25 @@ def k_rope_store(
     _store(rotate(k, cos, sin), v, k_cache, v_cache, slots)
 
 
-def _store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def _store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
     """Write rows to their cache slots; rows with a negative slot are dropped."""
     kept = slots >= 0
+    if k_cache.dtype == torch.float8_e4m3fn:
+        k_cache, k = k_cache.view(torch.uint8), _float8_bits(k, k_scale)
+        v_cache, v = v_cache.view(torch.uint8), _float8_bits(v, v_scale)
     k_cache[slots[kept]] = k[kept]
     v_cache[slots[kept]] = v[kept]
+
+
+def _float8_bits(x: Tensor, scale: float) -> Tensor:
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    steps = (x.float() * (1.0 / scale)).clamp(-largest, largest)
+    return steps.to(torch.float8_e4m3fn).view(torch.uint8)

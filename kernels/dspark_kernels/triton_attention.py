@@ -105,7 +105,8 @@ def _attend(
     kv_heads = k_cache.shape[1]
     if not rows:
         return out
-    assert q.dtype == k_cache.dtype == v_cache.dtype
+    assert k_cache.dtype == v_cache.dtype
+    assert k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
     assert k_cache.stride()[1:] == v_cache.stride()[1:] == (dim, 1)
     tiling = choose_tiling(q, kv_heads, batch, q.element_size(), splits)
     markers = batch.markers(rows)
@@ -236,6 +237,7 @@ def _attention_kernel(
             mask=stored[:, None] & in_dim[None, :],
             other=0.0,
         )
+        k, v = k.to(queries.dtype), v.to(queries.dtype)  # of a cache in float8
         seen = inside[:, None] & (key[None, :] <= last[:, None])
         if WINDOW:
             seen = seen & (key[None, :] > (last - window)[:, None])

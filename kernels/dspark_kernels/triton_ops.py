@@ -9,7 +9,7 @@ from dspark_kernels.triton_acceptance import accept, leading_matches
 from dspark_kernels.triton_attention import block_attention, paged_attention
 from dspark_kernels.triton_budget import survival_lengths
 from dspark_kernels.triton_choose import argmax, markov_chain, markov_logits, noisy_argmax
-from dspark_kernels.triton_interpreter import repair_bfloat16
+from dspark_kernels.triton_interpreter import repair
 from dspark_kernels.triton_linear import scaled_linear
 from dspark_kernels.triton_rope import k_rope_store, qkv_rope, qkv_rope_store
 from dspark_kernels.triton_rows import add_rms_norm, rms_norm, silu_mul
@@ -36,4 +36,4 @@ __all__ = [
     "survival_lengths",
 ]
 
-repair_bfloat16()
+repair()

@@ -39,9 +39,12 @@ def qkv_rope_store(
     k_cache: Tensor,
     v_cache: Tensor,
     slots: Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> Tensor:
     q = qkv.new_empty((qkv.shape[0], num_heads, k_cache.shape[2]))
-    _rotate(qkv, cos, sin, q, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots)
+    scales = (k_scale, v_scale)
+    _rotate(qkv, cos, sin, q, num_heads, num_kv_heads, q_norm, k_norm, eps, k_cache, v_cache, slots, scales)
     return q
 
 
@@ -72,8 +75,10 @@ def _rotate(
     k: Tensor,
     v: Tensor,
     slots: Tensor | None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`slots` None: k and v hold one row per input row. `q` None: the input has no queries."""
+    """`slots` None: k and v hold one row per input row. `q` None: the input has no queries. `scales`: of keys
+    and values in float8."""
     assert cos.dtype == sin.dtype == torch.float32
     assert slots is None or slots.dtype == torch.int64
     dim = k.shape[2]
@@ -98,6 +103,8 @@ def _rotate(
         k.stride(0),
         v.stride(0),
         eps,
+        1.0 / scales[0],
+        1.0 / scales[1],
         HEADS=num_heads,
         KV_HEADS=num_kv_heads,
         HALF=half,
@@ -107,16 +114,17 @@ def _rotate(
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         HAS_SLOTS=slots is not None,
+        FLOAT8=k.dtype == torch.float8_e4m3fn,
         num_warps=8 if widest * dim >= 4096 else 4,
     )
 
 
 @triton.jit
 def _rope_kernel(
-    qkv, cos, sin, q_norm, k_norm, q, k, v, slots, width, k_stride, v_stride, eps,
+    qkv, cos, sin, q_norm, k_norm, q, k, v, slots, width, k_stride, v_stride, eps, k_steps, v_steps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     Q_TILE: tl.constexpr, KV_TILE: tl.constexpr, HALF_TILE: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_SLOTS: tl.constexpr, FLOAT8: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = qkv + row * width
@@ -127,8 +135,8 @@ def _rope_kernel(
         if slot >= 0:
             keys = source + HEADS * 2 * HALF
             _rotate_heads(
-                keys, cos + row * HALF, sin + row * HALF, k_norm, k + slot * k_stride, eps,
-                KV_HEADS, HALF, KV_TILE, HALF_TILE, K_NORM,
+                keys, cos + row * HALF, sin + row * HALF, k_norm, k + slot * k_stride, eps, k_steps,
+                KV_HEADS, HALF, KV_TILE, HALF_TILE, K_NORM, FLOAT8,
             )  # fmt: skip
             head = tl.arange(0, KV_TILE)[:, None]
             column = tl.arange(0, HALF_TILE)[None, :]
@@ -136,26 +144,33 @@ def _rope_kernel(
             place = head * (2 * HALF) + column
             values = keys + KV_HEADS * 2 * HALF
             target = v + slot * v_stride
-            tl.store(target + place, tl.load(values + place, mask=inside), mask=inside)
-            tl.store(target + place + HALF, tl.load(values + place + HALF, mask=inside), mask=inside)
+            first = tl.load(values + place, mask=inside)
+            second = tl.load(values + place + HALF, mask=inside)
+            if FLOAT8:
+                first = _in_steps(first.to(tl.float32), v_steps)
+                second = _in_steps(second.to(tl.float32), v_steps)
+            tl.store(target + place, first.to(target.dtype.element_ty), mask=inside)
+            tl.store(target + place + HALF, second.to(target.dtype.element_ty), mask=inside)
     else:
         _rotate_heads(
-            source, cos + row * HALF, sin + row * HALF, q_norm, q + row * HEADS * 2 * HALF, eps,
-            HEADS, HALF, Q_TILE, HALF_TILE, Q_NORM,
+            source, cos + row * HALF, sin + row * HALF, q_norm, q + row * HEADS * 2 * HALF, eps, 1.0,
+            HEADS, HALF, Q_TILE, HALF_TILE, Q_NORM, False,
         )  # fmt: skip
 
 
 @triton.jit
 def _rotate_heads(
-    source, cos, sin, norm, target, eps,
+    source, cos, sin, norm, target, eps, steps,
     HEADS: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, HALF_TILE: tl.constexpr, NORM: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ):  # fmt: skip
     """All heads of a row, side by side at `source`, normed and rotated to `target`."""
     head = tl.arange(0, TILE)[:, None]
     column = tl.arange(0, HALF_TILE)[None, :]
     inside = (head < HEADS) & (column < HALF)
     place = head * (2 * HALF) + column
-    kind: tl.constexpr = target.dtype.element_ty
+    kind: tl.constexpr = source.dtype.element_ty
+    stored: tl.constexpr = target.dtype.element_ty
     first = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(source + place + HALF, mask=inside, other=0.0).to(tl.float32)
     used = column < HALF
@@ -168,5 +183,14 @@ def _rotate_heads(
         second = ((second * scale).to(kind).to(tl.float32) * w_second).to(kind).to(tl.float32)
     c = tl.load(cos + column, mask=used, other=0.0)
     s = tl.load(sin + column, mask=used, other=0.0)
-    tl.store(target + place, (first * c - second * s).to(kind), mask=inside)
-    tl.store(target + place + HALF, (second * c + first * s).to(kind), mask=inside)
+    low, high = (first * c - second * s).to(kind), (second * c + first * s).to(kind)
+    if FLOAT8:
+        low, high = _in_steps(low.to(tl.float32), steps), _in_steps(high.to(tl.float32), steps)
+    tl.store(target + place, low.to(stored), mask=inside)
+    tl.store(target + place + HALF, high.to(stored), mask=inside)
+
+
+@triton.jit
+def _in_steps(x, steps):
+    """What float8 (e4m3) stores of x, before it is rounded."""
+    return tl.minimum(tl.maximum(x * steps, -448.0), 448.0)

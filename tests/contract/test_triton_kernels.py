@@ -113,6 +113,33 @@ def test_rope_and_stores(device, dtype, dim, heads, norms):
     assert_same(caches[0], caches[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stores_in_float8(device, dtype):
+    heads, dim, rows, cache_rows = (6, 2), 16, 9, 12
+    qkv = (torch.randn(rows, (heads[0] + 2 * heads[1]) * dim, device=device) * 3).to(dtype)
+    qkv[2] *= 400  # past the largest number
+    angle = torch.rand(rows, dim // 2, device=device)
+    norms = (torch.rand(2, dim, device=device) + 0.5).to(dtype).unbind(0)
+    slots = torch.randperm(cache_rows, device=device)[:rows]
+    slots[4] = -1
+    caches = torch.zeros(2, 2, cache_rows, heads[1], dim, dtype=torch.uint8, device=device)
+    caches = caches.view(torch.float8_e4m3fn)
+    for ops, (k_cache, v_cache) in zip((triton_ops, torch_ops), caches, strict=True):
+        ops.qkv_rope_store(
+            qkv, angle.cos(), angle.sin(), *heads, *norms, 1e-6, k_cache, v_cache, slots, 0.03, 1.7
+        )
+    # The rotation's last bit may round a key to its neighbour; values are copied.
+    assert torch.equal(caches[0, 1].float(), caches[1, 1].float())
+    differing = caches[0, 0].float() != caches[1, 0].float()
+    assert differing.float().mean() < 0.02
+    torch.testing.assert_close(caches[0, 0].float(), caches[1, 0].float(), rtol=0.14, atol=0.01)
+    assert caches[0, 1].float().abs().max() == 448
+    stored = caches[0, 1][slots[0]].float() * 1.7
+    torch.testing.assert_close(
+        stored, qkv[0, -heads[1] * dim :].view(heads[1], dim).float(), rtol=0.07, atol=0.01
+    )
+
+
 # --- attention
 
 
@@ -175,6 +202,18 @@ def test_attention(device, dtype, shape, heads, dim, block_size, splits):
     assert_same(
         triton_ops.block_attention(q, k_block, v_block, *caches, batch, scale, splits=splits), expected
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "splits"), [*cases(DTYPES, ("decode", "a chunk among them"), (1, 2))]
+)
+def test_attention_over_float8(device, dtype, shape, splits):
+    batch, cache_rows = make_batch(*RAGGED[shape], 16, device)
+    q, _, _, *caches = make_tensors(batch, cache_rows, (6, 2), 32, dtype, device)
+    caches = [cache.float().contiguous().to(torch.float8_e4m3fn) for cache in caches]
+    expected = torch_ops.paged_attention(q, *(cache.to(dtype) for cache in caches), batch, 0.2)
+    assert torch.equal(torch_ops.paged_attention(q, *caches, batch, 0.2), expected)
+    assert_same(triton_ops.paged_attention(q, *caches, batch, 0.2, splits=splits), expected)
 
 
 @pytest.mark.parametrize("keys", [31, 32, 33, 63, 64, 65])

@@ -53,8 +53,9 @@ class LeadingDecoder(Decoder):
         dtype: torch.dtype,
         max_positions: int,
         linear: Linear = PackedLinear,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(config, source, dtype, max_positions, linear, group)
+        super().__init__(config, source, dtype, max_positions, linear, group, kv_dtype)
         self.journal = Journal()
         self._sender, self._group = sender, group
         self._number = self._num_sums = 0

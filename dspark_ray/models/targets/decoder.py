@@ -25,7 +25,7 @@ from torch import Tensor
 from dspark_ray.core.errors import CheckpointError
 from dspark_ray.core.types import AdapterRef
 from dspark_ray.models.collective import Collective
-from dspark_ray.models.kv import KVStorage
+from dspark_ray.models.kv import FLOAT8, KVStorage
 from dspark_ray.models.quantized import open_weights
 from dspark_ray.models.rope import build_rope
 from dspark_ray.models.targets.config import TARGETS, DecoderConfig, read_decoder_config
@@ -114,6 +114,15 @@ class DecoderLayer:
         self.gate_up = fuse("gate up", "mlp", config.mlp_bias)
         self.down = sum_up("mlp.down_proj", inner, spans.inner, config.mlp_bias)
         self.scale = config.head_dim**-0.5
+        # Of a KV cache in float8.
+        self.k_scale = self._kv_scale(source, "k_scale")
+        self.v_scale = self._kv_scale(source, "v_scale")
+
+    def _kv_scale(self, source: WeightSource, name: str) -> float:
+        scale = source.take_number(f"model.layers.{self.index}.self_attn.{name}", 1.0)
+        if not 0.0 < scale < float("inf"):
+            raise CheckpointError(f"model.layers.{self.index}.self_attn.{name} is {scale}, no scale")
+        return scale
 
     def attend(
         self,
@@ -136,8 +145,14 @@ class DecoderLayer:
             config.rms_norm_eps,
             *cache,
             slots,
+            self.k_scale,
+            self.v_scale,
         )
-        out = paged_attention(q, *cache, batch, self.scale, config.windows[self.index])
+        in_float8 = cache[0].dtype == FLOAT8
+        scale = self.scale * self.k_scale if in_float8 else self.scale
+        out = paged_attention(q, *cache, batch, scale, config.windows[self.index])
+        if in_float8 and self.v_scale != 1.0:
+            out = out.mul_(self.v_scale)
         return self._summed(self._apply("o", self.o, out.view(out.shape[0], -1), adapters))
 
     def mlp(self, normed: Tensor, adapters: AdapterRows | None) -> Tensor:
@@ -166,11 +181,14 @@ class Decoder:
         max_positions: int,
         linear: Linear = PackedLinear,
         collective: Collective | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         """Takes every tensor from `source`; `CheckpointError` names what is missing or left over, and
-        `ConfigError` says which numbers of ranks fit. All ranks are made at the same time."""
+        `ConfigError` says which numbers of ranks fit. All ranks are made at the same time. `kv_dtype`:
+        float8, or the decoder's own."""
         self.config = config  # of the whole model
-        self.dtype = dtype
+        self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
+        assert self.kv_dtype in (dtype, FLOAT8)
         self.device = source.device
         self._collective, shard = collective, shard_of(collective)
         self._whole = None if collective is None else source.whole
@@ -227,7 +245,7 @@ class Decoder:
         """Whether a row's bits are the same in any batch: every op is compiled and computes a row alone, and
         ranks add up in the same order wherever a row stands."""
         in_order = self._collective is None or self._collective.keeps_order
-        return self._computes_rows_alone and in_order
+        return self._computes_rows_alone and in_order and self.kv_dtype == self.dtype
 
     def _padded(self, rows: Tensor) -> Tensor:
         """A part of the vocabulary [≤ R, H], with zeros up to what every rank has [R, H]."""
@@ -238,7 +256,7 @@ class Decoder:
         """KV storage for `num_slots` tokens, of this rank's heads."""
         config = self._local
         return KVStorage(
-            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.dtype, self.device
+            config.num_layers, num_slots, config.num_kv_heads, config.head_dim, self.kv_dtype, self.device
         )
 
     def load_adapter(self, ref: AdapterRef, max_rank: int) -> Adapter:
@@ -270,7 +288,9 @@ class Decoder:
         cos_sin = self.rope.at(positions)
         embedded = self._embed(token_ids)
         inner_taps = tuple(sorted(tap for tap in taps if tap >= 0))
-        if self._stack is not None and adapters is None and batch.max_kv <= self._stack_keys:
+        stacked = self._stack is not None and kv.k.dtype == self.dtype
+        if stacked and adapters is None and batch.max_kv <= self._stack_keys:
+            assert self._stack is not None
             hidden, kept = self._stack(embedded, cos_sin, kv.k, kv.v, batch, slots=slots, taps=inner_taps)
         else:
             hidden, kept = self._layer_by_layer(embedded, cos_sin, kv, slots, batch, inner_taps, adapters)
@@ -336,9 +356,10 @@ def load_target(
     quantization: str = "none",
     collective: Collective | None = None,
     device: torch.device = CPU,
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """The target in a Hugging Face directory, or one rank's shard of it; `quantization` as in the
-    configuration."""
+    configuration, `kv_dtype` as of `Decoder`."""
     config = read_decoder_config(model_dir)
     source = open_weights(model_dir, device=device)
-    return Decoder(config, source, dtype, max_positions, LINEARS[quantization], collective)
+    return Decoder(config, source, dtype, max_positions, LINEARS[quantization], collective, kv_dtype)
