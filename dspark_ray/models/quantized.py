@@ -1,7 +1,9 @@
-"""Checkpoints with matrices in 8 bits, as compressed-tensors writes them: read as what they stand for.
+"""Checkpoints with matrices in 8 bits, as compressed-tensors and torchao write them: read as what they stand
+for.
 
-A matrix X is stored as `X.weight` (float8 or int8) or, four values an int32, as `X.weight_packed` with
-`X.weight_shape`, and `X.weight_scale`: one scale for all, one an output, or one for each group of inputs.
+A matrix X of compressed-tensors is stored as `X.weight` (float8 or int8) or, four values an int32, as
+`X.weight_packed` with `X.weight_shape`, and `X.weight_scale`: one scale for all, one an output, or one for
+each group of inputs. One of torchao, in safetensors: as `X._weight_qdata` and `X._weight_scale`.
 What a model takes is weight · scale in its own type; whether it keeps them in 8 bits is `model.quantization`.
 Activations stay as they are, also where a checkpoint was made for 8-bit ones: that is the more exact
 reading.
@@ -20,6 +22,13 @@ from dspark_ray.models.weights import CPU, Part, StoredTensor, WeightSource, ope
 
 _STRATEGIES = ("tensor", "channel", "group")
 _EXTRAS = ("weight_scale", "weight_packed", "weight_shape", "input_scale")
+_TORCHAO_TYPES = (
+    "Int8WeightOnlyConfig",
+    "Float8WeightOnlyConfig",
+    "Int8DynamicActivationInt8WeightConfig",
+    "Float8DynamicActivationFloat8WeightConfig",
+)
+_TORCHAO_FIELDS = {"qdata": "weight", "scale": "weight_scale", "act_quant_scale": "input_scale"}
 _PACKED_VALUES = 4  # in an int32, the first in the lowest bits, each plus 128
 
 
@@ -35,16 +44,21 @@ def open_weights(model_dir: Path, *, device: torch.device = CPU) -> WeightSource
     if not settings:
         return WeightSource(tensors, device=device)
     check_supported(settings)
+    if settings["quant_method"] == "torchao":
+        tensors = _from_torchao(tensors)
     return QuantizedSource(tensors, device=device)
 
 
 def check_supported(settings: Mapping[str, Any]) -> None:
     """`ConfigError` for a config.json's quantization_config that `QuantizedSource` cannot read."""
     method = settings.get("quant_method")
+    if method == "torchao":
+        _check_torchao(settings)
+        return
     if method != "compressed-tensors":
         raise ConfigError(
             f"quantization_config.quant_method {method!r} is not read by the native engine: use a checkpoint "
-            "of compressed-tensors (FP8 or int8), the unquantised one with model.quantization, or "
+            "of compressed-tensors or torchao (FP8 or int8), the unquantised one with model.quantization, or "
             "engine.kind vllm"
         )
     for name, group in (settings.get("config_groups") or {}).items():
@@ -59,6 +73,37 @@ def check_supported(settings: Mapping[str, Any]) -> None:
                 f"quantization_config.config_groups.{name}: {', '.join(wrong)}: the native engine reads "
                 f"8 bits, symmetric, by {', '.join(_STRATEGIES)}"
             )
+
+
+def _check_torchao(settings: Mapping[str, Any]) -> None:
+    """By the names of its configurations, one for all modules or one for some of each; what they hold is
+    seen when the tensors are read."""
+    kinds = settings.get("quant_type")
+    named = kinds.values() if isinstance(kinds, Mapping) else [kinds]
+    for kind in named:
+        name = kind.get("_type") if isinstance(kind, Mapping) else kind
+        if name not in _TORCHAO_TYPES:
+            raise ConfigError(
+                f"quantization_config.quant_type {str(name)[:64]!r} of torchao is not read by the native "
+                f"engine: it reads {', '.join(_TORCHAO_TYPES)}"
+            )
+
+
+def _from_torchao(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """By the names of compressed-tensors."""
+    found: dict[str, StoredTensor] = {}
+    for name, stored in tensors.items():
+        module, _, field = name.rpartition("._weight_")
+        if not module:
+            found[name] = stored
+        elif field == "zero_point":
+            if read_tensor(stored, None).count_nonzero():
+                raise CheckpointError(f"{name} is not zero: the native engine reads symmetric 8 bits")
+        elif field in _TORCHAO_FIELDS:
+            found[f"{module}.{_TORCHAO_FIELDS[field]}"] = stored
+        else:
+            raise CheckpointError(f"{name}: the native engine reads no {field!r} of torchao")
+    return found
 
 
 class QuantizedSource(WeightSource):
@@ -84,6 +129,8 @@ class QuantizedSource(WeightSource):
         stored = tuple(self._shape(module))
         if scale.numel() == 1:
             return values.float() * scale.reshape(())
+        if scale.dim() == 1:
+            scale = scale.unsqueeze(1)
         if scale.dim() != 2 or scale.shape[0] != stored[0] or stored[1] % scale.shape[1]:
             raise CheckpointError(
                 f"{module}.weight_scale has shape {list(scale.shape)}, which no {list(stored)} matrix has"

@@ -45,7 +45,14 @@ def packed(values: Tensor) -> Tensor:
     return sum(words[..., i] << 8 * i for i in range(4)).int()
 
 
-def quantised_pair(tmp_path: Path, kind: str, strategy: str, *, packs: bool = False) -> tuple[Path, Path]:
+def torchao_settings(name: str) -> dict:
+    default = {"_type": name, "_version": 2, "_data": {"set_inductor_config": True}}
+    return {"quant_method": "torchao", "quant_type": {"default": default}}
+
+
+def quantised_pair(
+    tmp_path: Path, kind: str, strategy: str, *, packs: bool = False, torchao: str | None = None
+) -> tuple[Path, Path]:
     """A tiny model in 8 bits, and the same values in fp32."""
     model = tiny_model_dir(tmp_path, "qwen3")
     plain = load_file(model / "model.safetensors")
@@ -60,6 +67,11 @@ def quantised_pair(tmp_path: Path, kind: str, strategy: str, *, packs: bool = Fa
         )
         meant[name] = values.float() * whole
         del stored[name]
+        if torchao is not None:
+            stored |= {f"{module}._weight_qdata": values, f"{module}._weight_scale": scale.contiguous()}
+            if kind == "int":
+                stored[f"{module}._weight_zero_point"] = torch.zeros(scale.shape, dtype=torch.int8)
+            continue
         stored[f"{module}.weight_scale"] = scale.contiguous()
         if packs:
             stored[f"{module}.weight_packed"] = packed(values)
@@ -72,7 +84,8 @@ def quantised_pair(tmp_path: Path, kind: str, strategy: str, *, packs: bool = Fa
     for path, tensors in zip(pair, (stored, meant), strict=True):
         path.mkdir()
         save_file(tensors, path / "model.safetensors")
-        extra = {"quantization_config": settings(kind, strategy)} if path.name == "eight" else {}
+        said = settings(kind, strategy) if torchao is None else torchao_settings(torchao)
+        extra = {"quantization_config": said} if path.name == "eight" else {}
         (path / "config.json").write_text(json.dumps(raw | extra), encoding="utf-8")
     return pair
 
@@ -95,6 +108,46 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path, kind, strategy, pac
     assert torch.equal(found, expected)
     other = teacher_forced_logits(load_target(tmp_path / "tiny-qwen3", torch.float32, 64), TOKENS, 0)
     assert not torch.equal(found, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "name"),
+    [
+        ("int", "channel", "Int8WeightOnlyConfig"),
+        ("int", "group", "Int8WeightOnlyConfig"),
+        ("float", "channel", "Float8WeightOnlyConfig"),
+        ("float", "tensor", "Float8DynamicActivationFloat8WeightConfig"),
+    ],
+)
+def test_logits_of_torchao_are_those_of_the_dequantised_model(tmp_path, kind, strategy, name):
+    eight, plain = quantised_pair(tmp_path, kind, strategy, torchao=name)
+    found, expected = (
+        teacher_forced_logits(load_target(path, torch.float32, 64), TOKENS, 0) for path in (eight, plain)
+    )
+    assert torch.equal(found, expected)
+    part = Part(1, 8, 33)
+    whole = open_weights(plain).take("model.layers.1.mlp.down_proj.weight", (64, 96))
+    found = open_weights(eight).take("model.layers.1.mlp.down_proj.weight", (64, 96), part)
+    assert torch.equal(found, whole[:, 8:33])
+
+
+def test_what_torchao_stores_otherwise_is_refused(tmp_path):
+    for kinds in ({"default": {"_type": "Int4WeightOnlyConfig"}}, "int4_weight_only", None):
+        with pytest.raises(ConfigError, match="of torchao is not read by the native engine"):
+            check_supported({"quant_method": "torchao", "quant_type": kinds})
+    eight, _ = quantised_pair(tmp_path, "int", "channel", torchao="Int8WeightOnlyConfig")
+    for field, value, message in (
+        ("zero_point", torch.ones(64, 1), "symmetric"),
+        ("tensor_scale", torch.ones(1), "reads no 'tensor_scale'"),
+    ):
+        stored = load_file(eight / "model.safetensors")
+        stored[f"model.layers.1.self_attn.q_proj._weight_{field}"] = value
+        changed = tmp_path / field
+        changed.mkdir()
+        save_file(stored, changed / "model.safetensors")
+        (changed / "config.json").write_bytes((eight / "config.json").read_bytes())
+        with pytest.raises(CheckpointError, match=message):
+            load_target(changed, torch.float32, 64)
 
 
 @pytest.mark.parametrize(("kind", "packs"), [("float", False), ("int", True)])
