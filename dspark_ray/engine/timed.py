@@ -98,7 +98,7 @@ class TimedTarget(Decoder):
 
     def __init__(self, table: StepTable, pace: Pace, clock: Clock) -> None:
         self.config = self._local = _NO_MODEL
-        self.dtype = torch.float32
+        self.dtype = self.kv_dtype = torch.float32
         self.device = torch.device("cpu")
         self.group_step_ms: Callable[[], float | None] = lambda: None  # the barrier of a lock-step group
         self._table = table
