@@ -20,7 +20,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup setup-vllm fetch serve demo format check audit test test-gpu gpu-check test-vllm docs wheel clean
+.PHONY: help setup setup-vllm fetch serve demo format check audit test test-lowest test-gpu gpu-check test-vllm docs \
+  wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -86,6 +87,23 @@ audit: setup  ## known vulnerabilities of the installed packages (needs the netw
 
 test: check fetch  ## check, then the tests with Ray and the real model
 	$(BIN)/pytest -m "(ray or e2e) and not gpu and not vllm"
+
+# What pyproject.toml states at the least, in an environment of its own: the unit tests, those of floors 0 to 3
+# (docs/architecture.md) among them; LOWEST_TESTS="tests/unit tests/contract" for more. torch is $(LOWEST_TORCH), a
+# CPU build: of 2.11.0, the bound, PyPI has CUDA builds alone, with 3 GB of libraries (LOWEST_TORCH=torch==2.11.0).
+LOWEST := build/lowest
+LOWEST_TORCH ?= torch==2.13.0
+LOWEST_TESTS ?= tests/unit
+$(LOWEST)/.installed: pyproject.toml Makefile
+	@$(PYTHON) -m venv --clear $(LOWEST)
+	@$(LOWEST)/bin/python -m pip install --disable-pip-version-check --quiet uv "$(LOWEST_TORCH)"
+	@$(LOWEST)/bin/uv pip compile --quiet --no-header --no-annotate --resolution lowest-direct --extra dev pyproject.toml \
+	  | grep -vE '^(torch|nvidia-.*|cuda-.*|setuptools)==' > $(LOWEST)/versions.txt
+	@$(LOWEST)/bin/uv pip install --quiet -p $(LOWEST)/bin/python -r $(LOWEST)/versions.txt
+	@touch $@
+
+test-lowest: $(LOWEST)/.installed  ## the unit tests with the lowest versions that pyproject.toml states
+	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -m "not gpu and not ray and not e2e and not vllm" $(LOWEST_TESTS)
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu
