@@ -18,6 +18,8 @@ from dspark_ray.runtime.fleet_metrics import FRESH_MS, EngineFleet
 from dspark_ray.runtime.names import NAMESPACE, engine_name
 from tests.fakes import FakeEngine
 
+LONG_S = 60.0  # longer than anything here takes on a machine that is busy
+
 
 class Directory:
     """Ray's list of actors with one engine in it; `error` is raised instead, `held` makes it hang."""
@@ -26,11 +28,13 @@ class Directory:
         self.error: Exception | None = None
         self.held: threading.Event | None = None
         self.num_listings = 0
+        self.listed = threading.Event()
 
     def list(self, all_namespaces: bool) -> list[dict[str, str]]:
         self.num_listings += 1
+        self.listed.set()
         if self.held is not None:
-            self.held.wait(5.0)
+            self.held.wait(LONG_S)
         if self.error is not None:
             raise self.error
         return [{"name": engine_name("app", "r1"), "namespace": NAMESPACE}]
@@ -46,7 +50,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Directory:
     handle = SimpleNamespace(stats=SimpleNamespace(remote=_stats))
     monkeypatch.setattr(fleet_metrics, "list_named_actors", directory.list)
     monkeypatch.setattr(fleet_metrics.ray, "get_actor", lambda name, namespace: handle)
-    monkeypatch.setattr(fleet_metrics, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(fleet_metrics, "ANSWER_TIMEOUT_S", LONG_S)  # what answers does so in time
     return directory
 
 
@@ -64,16 +68,20 @@ async def test_a_directory_that_fails_is_said_once_and_hides_nobody(
     assert caplog.text.count("cannot list engines") == 1
 
 
-async def test_a_directory_that_hangs_holds_one_thread_and_nobody_up(directory: Directory) -> None:
+async def test_a_directory_that_hangs_holds_one_thread_and_nobody_up(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_metrics, "ANSWER_TIMEOUT_S", 0.05)  # it hangs for longer, whatever else runs
     directory.held = threading.Event()
     clock = ManualClock()
     fleet = EngineFleet("app", clock)
     for _ in range(3):
         clock.advance(FRESH_MS)
-        assert await asyncio.wait_for(fleet.stats(), 1.0) == []
+        assert await asyncio.wait_for(fleet.stats(), LONG_S) == []
     assert fleet.last_stats() == []
-    assert directory.num_listings == 1
     directory.held.set()
+    await asyncio.to_thread(directory.listed.wait, LONG_S)  # its thread may begin late
+    assert directory.num_listings == 1
 
 
 async def test_a_watcher_outlives_every_error(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +97,7 @@ async def test_a_watcher_outlives_every_error(directory: Directory, monkeypatch:
     seen = asyncio.Event()
     monkeypatch.setattr(fleet, "stats", stats)
     watcher = asyncio.create_task(fleet.watch(0.0))
-    await asyncio.wait_for(seen.wait(), 1.0)
+    await asyncio.wait_for(seen.wait(), LONG_S)
     watcher.cancel()
 
 
