@@ -3,6 +3,8 @@
 import functools
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from ray import serve
 from dspark_ray.observability.metrics import METRICS, Fleet, Kind, Metric
 
 CLUSTER = Path(__file__).resolve().parents[3] / "cluster"
+ALERT_TESTS = Path(__file__).with_name("alerts_test.yaml")
 DASHBOARDS = sorted((CLUSTER / "grafana" / "dashboards").glob("*.json"))
 BY_NAME = {metric.name: metric for metric in METRICS}
 
@@ -56,7 +59,7 @@ def metric_of(name: str) -> Metric | None:
 def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
     names = re.findall(r"\b(?:ray_)?dspark_[a-z_]+", query)
     of_serve = re.findall(r"\bray_(serve_[a-z_]+)", query)
-    assert names or of_serve
+    assert names or of_serve or re.match(r"up\b", query)  # Prometheus' own
     for name in of_serve:  # Ray exports histograms and counters with a suffix
         assert re.sub(r"_(bucket|total)$", "", name) in serve_metrics(), name
     for name in names:
@@ -105,3 +108,31 @@ def test_every_alert_says_what_and_how_bad() -> None:
     assert {rule["alert"] for rule in rules()} >= {
         "AcceptanceCollapse", "SpeculationOff", "PlanStale", "TableDrift", "KVPressure",
     }  # fmt: skip
+
+
+def test_every_alert_is_tried_where_it_fires_and_where_not() -> None:
+    document = yaml.safe_load(ALERT_TESTS.read_text())
+    tried = [try_ for test in document["tests"] for try_ in test["alert_rule_test"]]
+    names = {rule["alert"] for rule in rules()}
+    assert {one["alertname"] for one in tried if "exp_alerts" in one} == names
+    assert {one["alertname"] for one in tried if "exp_alerts" not in one} == names
+
+
+def test_the_operators_page_says_what_to_do_about_every_alert() -> None:
+    page = (CLUSTER.parent / "docs" / "operate.md").read_text()
+    assert re.findall(r"^\| `([A-Za-z]+)` \|", page, re.MULTILINE) == [rule["alert"] for rule in rules()]
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", CLUSTER / "prometheus" / "prometheus.yaml"),
+        ("check", "rules", CLUSTER / "prometheus" / "alerts.yaml"),
+        ("test", "rules", ALERT_TESTS),
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:2])),
+)
+def test_prometheus_own_tool_agrees(arguments: tuple[str | Path, ...]) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
