@@ -20,7 +20,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 LOG := $(VENV)/install.log
 
-.PHONY: help setup setup-vllm fetch serve demo format check audit test test-lowest test-gpu gpu-check test-vllm docs \
+.PHONY: help setup setup-vllm fetch serve demo format check audit test test-lowest test-docs test-gpu gpu-check test-vllm docs \
   wheel clean
 .DEFAULT_GOAL := help
 
@@ -75,7 +75,7 @@ check: setup  ## format, lint, types and the quick tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not gpu and not ray and not e2e and not vllm"
+	$(BIN)/pytest -m "not gpu and not ray and not e2e and not vllm and not docs"
 
 # pip-audit gets an environment of its own: it is no dependency, and has many. Strict: a package that the
 # database does not know is no proof of anything. Builds of torch (+cpu) are looked up as their release.
@@ -86,7 +86,7 @@ audit: setup  ## known vulnerabilities of the installed packages (needs the netw
 	build/audit/bin/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r build/audit/installed.txt
 
 test: check fetch  ## check, then the tests with Ray and the real model
-	$(BIN)/pytest -m "(ray or e2e) and not gpu and not vllm"
+	$(BIN)/pytest -m "(ray or e2e) and not gpu and not vllm and not docs"
 
 # What pyproject.toml states at the least, in an environment of its own: the unit tests, those of floors 0 to 3
 # (docs/architecture.md) among them; LOWEST_TESTS="tests/unit tests/contract" for more. torch is $(LOWEST_TORCH), a
@@ -104,6 +104,9 @@ $(LOWEST)/.installed: pyproject.toml Makefile
 
 test-lowest: $(LOWEST)/.installed  ## the unit tests with the lowest versions that pyproject.toml states
 	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -m "not gpu and not ray and not e2e and not vllm" $(LOWEST_TESTS)
+
+test-docs: setup fetch  ## the documents' long commands, with smaller loads: half an hour, and the network
+	$(BIN)/pytest -m docs
 
 test-gpu: setup  ## the tests that need a GPU
 	$(BIN)/pytest -m gpu

@@ -1,7 +1,8 @@
 """What the documents tell people to type and open exists, and its arguments parse; the toy runs.
 
 A command of the program or of a benchmark is read by its own parser: options, values and the number of
-arguments. Nothing is carried out; the files that commands name are looked for apart.
+arguments. Nothing is carried out here; the files that commands name are looked for apart. How tests run the
+commands of code blocks, or why they do not, stands in `tests/documented.py`, which must know each of them.
 """
 
 import argparse
@@ -18,9 +19,9 @@ import typer
 import yaml
 
 from dspark_ray.cli.main import app
+from tests.documented import TABLE, Elsewhere, Run, Serves, filled
+from tests.documents import PAGES, ROOT, all_commands, blocks
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 PATH = re.compile(
     r"\b(?:configs|cluster|benchmarks|models|docs|tests|dspark_ray|deployments|kernels)/[\w./-]*\w"
 )
@@ -100,6 +101,30 @@ def test_benchmarks_take_their_arguments(script: str, rest: str, monkeypatch: py
             if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(ROOT / "benchmarks")):
                 del sys.modules[name]
     assert ended.type is Parsed or ("--help" in words and ended.value.code == 0), f"{script} {rest}"
+
+
+def test_every_command_has_a_row_in_the_table() -> None:
+    found = all_commands()
+    unknown = [f"{where}: {command}" for command, where in found.items() if command not in TABLE]
+    assert not unknown, "say in tests/documented.py how a test runs them:\n" + "\n".join(unknown)
+    gone = [command for command in TABLE if command not in found]
+    assert not gone, "no document has these any more:\n" + "\n".join(gone)
+
+
+@pytest.mark.parametrize("command", TABLE)
+def test_rows_of_the_table_are_sound(command: str) -> None:
+    how = TABLE[command]
+    if isinstance(how, Elsewhere):
+        assert (ROOT / how.by).is_file()
+    if isinstance(how, Run | Serves):
+        filled(command, how.less, {})  # what is replaced stands there
+
+
+def test_blocks_of_code_say_their_language() -> None:
+    known = {"sh", "text", "python", "yaml", "json", "nginx"}
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in known, f"{block.page}:{block.line}: ```{block.language}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
