@@ -1,15 +1,16 @@
 """A planner's answer about this machine, and what a real run makes of it: requests a second at a TPOT.
 
     python benchmarks/simulator/confirm_plan.py --prompts FILE.jsonl [--tpot 25]
-        [--config configs/smollm2-135m-cpu.yaml] [--mode adaptive] [--shares 0.85 1.0 1.1]
-        [--seconds 60] [--limit 64] [--max-tokens 48]
+        [--config configs/smollm2-135m-cpu.yaml] [--mode adaptive] [--shares 0.92 1.0 1.08]
+        [--seconds 40] [--limit 64] [--max-tokens 48]
 
-First the engine runs the prompts in a closed loop, once with every draft verified (the drafts' outcomes) and
-once in `--mode` (what steps take now): the planner gets the step table corrected by both, the acceptance, and
-the mean and spread of the prompts' and answers' lengths. Its answer is the rate of random arrivals at which
-one replica keeps the mean TPOT. Then the engine runs open loops at shares of that rate, Poisson, each
-`--seconds` long, greedy; every run is foretold twice: by the planner, and by the simulator with the same
-arrivals. Where the measured TPOT crosses the target, between two runs, is the measured answer.
+First the engine runs the prompts in closed loops: with every draft verified (the drafts' outcomes), and in
+`--mode` with few and with many clients (what steps of all sizes take now). The planner gets the step table
+and these times, the acceptance, and the lengths of the prompts and of their answers. Its answer is the rate
+of random arrivals at which one replica keeps the mean TPOT. Then the engine runs open loops at shares of
+that rate, arrivals at random, each `--seconds` long, greedy; every run is foretold twice: by the planner, and
+by the simulator with the same arrivals. The measured answer is the rate at which the TPOT meets the target on
+the line of best fit through all runs (logarithm of TPOT by rate).
 Writes benchmarks/results/NAME.json and NAME.png. Needs an otherwise idle machine.
 """
 
@@ -35,11 +36,10 @@ from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
-from dspark_ray.profiling.arrivals import random_arrivals
 from dspark_ray.profiling.compare import build_contenders, kv_tokens_needed
 from dspark_ray.profiling.machine import machine_facts, portable_config
 from dspark_ray.scheduling.step_table import StepTable
-from dspark_ray.simulator.calibrate import corrected_table
+from dspark_ray.simulator.calibrate import measured_times
 from dspark_ray.simulator.capacity import Carried, ReplicaCapacity
 from dspark_ray.simulator.planner import Candidate, capacity, curve
 from dspark_ray.simulator.run import prepare, simulate
@@ -47,9 +47,10 @@ from dspark_ray.simulator.scenario import Scenario
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 RESULTS_DIR = PROJECT_DIR / "benchmarks" / "results"
-CLOSED_CLIENTS = 8  # of the runs that the planner learns from
-LAST_ANSWERS_S = 60.0  # after the last arrival
-WARM_UP_SHARE = 0.1  # of a run's requests, the first ones: they find an empty replica
+CLOSED_CLIENTS = (2, 8, 16, 28)  # of the runs that the planner learns step times from
+ANSWERS_AT_LEAST, ANSWERS_PER_CLIENT = 8, 2.5  # of each
+ACCEPTANCE_CLIENTS = 8  # of the run that it learns the drafts' outcomes from
+WARM_UP_SHARE = 0.15  # of a run's time: its first requests find an empty replica
 FIGURES = ("requests_per_s", "tpot_ms", "goodput_tokens_per_s", "budget_tokens")
 
 
@@ -62,8 +63,8 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=PROJECT_DIR / "configs" / "smollm2-135m-cpu.yaml")
     parser.add_argument("--mode", choices=["off", "fixed", "adaptive"], default="adaptive")
     parser.add_argument("--tpot", type=float, default=25.0, help="ms, mean over requests")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.85, 1.0, 1.1], help="of the answer")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of arrivals at each rate")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.92, 1.0, 1.08], help="of the answer")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals at each rate")
     parser.add_argument("--limit", type=int, default=64, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--name", default="plan-confirmed", help="of the result files")
@@ -111,14 +112,11 @@ def main() -> None:
 
 
 def crossing(points: Sequence[tuple[float, float]], tpot_ms: float) -> float | None:
-    """The rate at which the TPOT reaches `tpot_ms`, on the line between the two runs around it, or on the one
-    through the last two if it comes later; None if it came before the first run. points: rate, TPOT"""
+    """The rate at which the TPOT is `tpot_ms` on the line of best fit of its logarithm; None if that does not
+    rise. points: rate, TPOT"""
     rates, tpots = np.array(points, dtype=np.float64).T
-    above = int(np.argmax(tpots > tpot_ms)) if (tpots > tpot_ms).any() else len(rates) - 1
-    if above == 0:
-        return None
-    slope = (tpots[above] - tpots[above - 1]) / (rates[above] - rates[above - 1])
-    return float(rates[above - 1] + (tpot_ms - tpots[above - 1]) / slope) if slope > 0 else None
+    slope, start = np.polyfit(rates, np.log(tpots), 1)
+    return float((np.log(tpot_ms) - start) / slope) if slope > 0 else None
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -153,17 +151,20 @@ class _Trial:
         """The planner's answer, after what it must know has been recorded."""
         for engine in self._engines.values():
             warm_up(engine, list(self._prompts[0])[:32])
-        recorded = {name: self._recorded(name) for name in self._engines}
         fixed = self._engines["fixed"]
         table = fixed.budget.table
         assert table is not None, "a profiled engine has a table"
-        steps = [step for path, _ in recorded.values() for step in read_steps(path)]
-        gamma = fixed.config.speculation.num_draft_tokens
-        self._table: StepTable = corrected_table(table, steps, gamma)
-        self._acceptance, run = recorded["fixed"]
+        self._table: StepTable = table
+        self._acceptance, run = self._recorded("fixed", ACCEPTANCE_CLIENTS, len(self._prompts))
         self._answers = [len(done.token_ids) for done in run.completions]
+        records = [
+            self._recorded(self._mode, clients, max(ANSWERS_AT_LEAST, round(ANSWERS_PER_CLIENT * clients)))
+            for clients in CLOSED_CLIENTS
+        ]
+        gamma = fixed.config.speculation.num_draft_tokens
+        self._times = measured_times(table, [list(read_steps(path)) for path, _ in records], gamma)
         scenario = self._scenario({"kind": "poisson", "rate_per_s": 1.0})
-        setting = prepare(scenario, {"measured": self._table})
+        setting = prepare(scenario, {"measured": self._table}, {"measured": self._times})
         candidate = Candidate(self._mode, VerificationMode(self._mode))
         self._capacity = capacity(scenario, setting, curve(scenario, setting, candidate))
         most = self._capacity.most(self._tpot_ms)
@@ -175,13 +176,14 @@ class _Trial:
 
     def confirm(self, rate: float, seconds: float, seed: int) -> dict[str, Any]:
         """One open loop at `rate` requests a second, as planned, simulated and measured."""
-        count = max(int(rate * seconds), 10)
-        times = random_arrivals(rate, count, np.random.default_rng(seed))
+        count = max(round(rate * seconds), 10)
+        # Poisson arrivals, given that there are just so many: the rate is what it is called.
+        times = np.sort(np.random.default_rng(seed).random(count)) * count / rate
         order = np.random.default_rng([seed, 1]).integers(len(self._prompts), size=count)
         assert self._capacity is not None, "plan first"
         carried = self._capacity.at(rate)
         run = self._run(self._mode, [int(i) for i in order], 1e3 * times)
-        measured = _figures_of(run, self._tpot_ms)
+        measured = _figures_of(run, times, self._tpot_ms)
         simulated = self._simulated(times, order)
         row = {"rate_per_s": rate, "requests": count, **measured}
         row |= {f"{figure}_simulated": simulated[figure] for figure in FIGURES}
@@ -205,22 +207,25 @@ class _Trial:
             for one in found
         ]
 
-    def _recorded(self, name: str) -> tuple[Path, TimedRun]:
-        """All prompts once, in a closed loop, with a line a step."""
+    def _recorded(self, name: str, clients: int, count: int) -> tuple[Path, TimedRun]:
+        """A closed loop of `count` answers, with a line a step."""
         engine = self._engines[name]
-        engine.recorder = StepRecorder(self._folder, name, SystemClock())
+        engine.recorder = StepRecorder(self._folder, f"{name}-{clients}", SystemClock())
         path = engine.recorder.path
+        order = [number % len(self._prompts) for number in range(count)]
         try:
-            return path, self._run(name, range(len(self._prompts)), None)
+            return path, self._run(name, order, None, clients)
         finally:
             engine.recorder = None
 
-    def _run(self, name: str, order: Sequence[int], arrivals_ms: Sequence[float] | None) -> TimedRun:
+    def _run(
+        self, name: str, order: Sequence[int], arrivals_ms: Sequence[float] | None, clients: int | None = None
+    ) -> TimedRun:
         requests = [
             Request(f"request-{number}", tuple(self._prompts[index]), self._sampling)
             for number, index in enumerate(order)
         ]
-        concurrency = CLOSED_CLIENTS if arrivals_ms is None else len(requests)
+        concurrency = clients or len(requests)
         return timed_run(self._engines[name], requests, concurrency=concurrency, arrivals_ms=arrivals_ms)
 
     def _simulated(self, times: np.ndarray, order: np.ndarray) -> dict[str, float]:
@@ -236,8 +241,9 @@ class _Trial:
         ]
         log.write_text("".join(json.dumps(line) + "\n" for line in lines))
         arrivals = {"kind": "replay", "log": str(log)}
-        scenario = self._scenario(arrivals, float(times[-1]) + LAST_ANSWERS_S, _warm_up_s(times))
-        setting = prepare(scenario, {"measured": self._table})
+        first_s, last_s = float(times[0]), float(times[-1])  # a replayed log begins with its first request
+        scenario = self._scenario(arrivals, last_s - first_s, WARM_UP_SHARE * (last_s - first_s))
+        setting = prepare(scenario, {"measured": self._table}, {"measured": self._times})
         figures = simulate(scenario, setting=setting).figures
         return {**figures, "tpot_ms": figures["tpot_ms"]["mean"]}
 
@@ -245,7 +251,6 @@ class _Trial:
         self, arrivals: dict[str, Any], duration_s: float = 600.0, warm_up_s: float = 0.0
     ) -> Scenario:
         config = self._engines[self._mode].config
-        lengths = {"prompt_tokens": [len(p) for p in self._prompts], "output_tokens": self._answers}
         return Scenario.model_validate(
             {
                 "duration_s": duration_s,
@@ -259,10 +264,8 @@ class _Trial:
                 "tasks": [
                     {
                         "name": "prompts",
-                        **{
-                            key: {"mean": float(np.mean(values)), "spread": float(np.log(values).std())}
-                            for key, values in lengths.items()
-                        },
+                        "prompt_tokens": {"values": [len(prompt) for prompt in self._prompts]},
+                        "output_tokens": {"values": self._answers, "most": self._sampling.max_tokens},
                         "acceptance": {"record": [str(self._acceptance)]},
                     }
                 ],
@@ -272,17 +275,15 @@ class _Trial:
         )
 
 
-def _warm_up_s(times: np.ndarray) -> float:
-    return float(times[int(WARM_UP_SHARE * len(times))])
-
-
-def _figures_of(run: TimedRun, tpot_ms: float) -> dict[str, float]:
-    """What the simulator says of its own runs, of a real one: without the requests that ended early on."""
+def _figures_of(run: TimedRun, times: np.ndarray, tpot_ms: float) -> dict[str, float]:
+    """What the simulator says of its own runs, of a real one: of the requests that ended while others came,
+    without the first ones."""
     done = run.completions
     first_ms = done[0].submitted_ms
-    from_ms = first_ms + 1e3 * _warm_up_s(np.array([(one.submitted_ms - first_ms) / 1e3 for one in done]))
-    judged = [one for one in done if one.ended_ms >= from_ms]
-    seconds = (max(one.ended_ms for one in judged) - from_ms) / 1e3
+    span_ms = 1e3 * float(times[-1] - times[0])
+    from_ms, until_ms = first_ms + WARM_UP_SHARE * span_ms, first_ms + span_ms
+    judged = [one for one in done if from_ms <= one.ended_ms <= until_ms]
+    seconds = (until_ms - from_ms) / 1e3
     tpots = {
         one.request_id: (one.ended_ms - one.first_token_ms) / (len(one.token_ids) - 1)
         for one in judged

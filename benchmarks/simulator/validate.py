@@ -3,10 +3,13 @@
     python benchmarks/simulator/validate.py --prompts FILE.jsonl [--config configs/smollm2-135m-cpu.yaml]
         [--concurrency 1 2 4 8 16 32 64] [--modes off adaptive] [--limit 64] [--max-tokens 96] [--rounds 2]
 
-Greedy answers, natural ends. First a run with every draft verified is recorded: its blocks are the
-simulator's acceptance. Then, at each concurrency, one round in each mode is recorded, which corrects the step
-table as the engine's own online correction would, and the rounds after it are measured. The simulator runs
-the same prompts and answers' lengths, one step at a time, on the table as profiled and on the corrected one.
+Greedy answers, natural ends, closed loops. First a run with every draft verified is recorded: its blocks are
+the simulator's acceptance, its answers' lengths the simulator's. Then, at each concurrency and in each mode,
+a round is recorded and the ones after it are measured. The records of a mode, of all concurrencies together,
+say what steps take (`simulator/calibrate.py`). The simulator then runs the same prompts and lengths, one step
+at a time: on the recorded times; on these without their scatter, to see what the noise of step times does;
+and as profiled. All figures are of the steady part of a loop: after the first answers, while all places are
+taken. The budget is the mean of draft tokens verified in a step that decodes.
 Writes benchmarks/results/NAME.json and NAME.png. Needs an otherwise idle machine.
 """
 
@@ -16,8 +19,8 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -25,25 +28,31 @@ import numpy as np
 from dspark_ray.cli.bench import print_rows
 from dspark_ray.cli.common import load_config, prepare_torch
 from dspark_ray.core.clock import SystemClock
-from dspark_ray.core.step_record import read_steps
-from dspark_ray.core.types import Request, SamplingParams
+from dspark_ray.core.step_record import RecordedStep, read_steps
+from dspark_ray.core.types import Request, RequestOutput, SamplingParams
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.measure import TimedRun, timed_run, warm_up
+from dspark_ray.engine.offline import OnStep
+from dspark_ray.engine.recent import StepRecord
 from dspark_ray.engine.recorder import StepRecorder
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.profiling.compare import build_contenders, kv_tokens_needed
 from dspark_ray.profiling.machine import machine_facts, portable_config
-from dspark_ray.scheduling.step_table import StepTable
-from dspark_ray.simulator.calibrate import corrected_table
+from dspark_ray.simulator.calibrate import measured_times
 from dspark_ray.simulator.run import prepare, simulate
 from dspark_ray.simulator.scenario import Scenario
+from dspark_ray.simulator.step_times import StepTimes
 from dspark_ray.simulator.workload import Batch
 
 PROJECT_DIR = Path(__file__).resolve().parents[2]
 RESULTS_DIR = PROJECT_DIR / "benchmarks" / "results"
 FIGURES = ("tokens_per_s", "tpot_ms", "budget_tokens", "tau")
+WAYS = ("corrected", "calm", "table")  # recorded times; those without scatter; as profiled
+SIMULATED_S, WARM_UP_S, SEEDS = 50.0, 10.0, 3
+ANSWERS_AT_LEAST, ANSWERS_PER_CLIENT = 16, 5  # of a measured round; half of them, of the recorded one
+MOST_ANSWERS_PER_S = 10  # that one simulated client can use up
 
 
 def main() -> None:
@@ -73,7 +82,7 @@ def main() -> None:
         rows = _Validation(engines, prompts, options.max_tokens, Path(folder)).run(
             options.concurrency, options.modes, options.rounds
         )
-    print_rows([_shown(row) for row in rows], "predicted on the corrected table / measured")
+    print_rows([_shown(row) for row in rows], "predicted on the recorded times / measured")
     arguments = [options.prompts.name if a == str(options.prompts) else a for a in sys.argv[1:]]
     result = {
         "command": shlex.join(["python", "benchmarks/simulator/validate.py", *arguments]),
@@ -86,9 +95,12 @@ def main() -> None:
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """A row that fits into a terminal."""
-    pairs = {figure: f"{row[f'{figure}_corrected']:.1f} / {row[figure]:.1f}" for figure in FIGURES}
-    errors = {"error": f"{row['error_corrected']:+.1%}", "as profiled": f"{row['error_table']:+.1%}"}
-    return {"requests": row["requests"], "mode": row["mode"], **pairs, **errors}
+    shown = {}
+    for figure in FIGURES:
+        error = row.get(f"{figure}_error_corrected")
+        told = "" if error is None else f" ({error:+.1%})"
+        shown[figure] = f"{row[f'{figure}_corrected']:.2f} / {row[figure]:.2f}{told}"
+    return {"requests": row["requests"], "mode": row["mode"], **shown}
 
 
 class _Validation:
@@ -102,59 +114,103 @@ class _Validation:
         table = engines["fixed"].budget.table
         assert table is not None, "a profiled engine has a table"
         self._table = table
+        self._gamma = engines["fixed"].config.speculation.num_draft_tokens
 
     def run(self, levels: Sequence[int], modes: Sequence[str], rounds: int) -> list[dict[str, Any]]:
         for engine in self._engines.values():
             warm_up(engine, list(self._prompts[0])[:32])
-        acceptance = self._record("fixed", min(8, max(levels)))
-        rows = []
+        self._acceptance, run = self._record("fixed", min(8, max(levels)), len(self._prompts))
+        self._answers = [len(done.token_ids) for done in run.completions]
+        records: dict[str, list[list[RecordedStep]]] = {mode: [] for mode in modes}
+        measured: dict[tuple[int, str], list[dict[str, float]]] = {}
         for level in levels:
+            count = max(ANSWERS_AT_LEAST, ANSWERS_PER_CLIENT * level)
             for mode in modes:
-                steps = list(read_steps(self._record(mode, level)))
-                gamma = self._engines[mode].config.speculation.num_draft_tokens
-                corrected = corrected_table(self._table, steps, gamma)
-                runs = [self._timed(mode, level) for _ in range(rounds)]
-                measured = [_figures_of(run) for run in runs]
-                row: dict[str, Any] = {"requests": level, "mode": mode}
-                for name, table in (("table", self._table), ("corrected", corrected)):
-                    predicted = self._predict(mode, level, table, acceptance, runs[0])
-                    row |= {f"{figure}_{name}": predicted[figure] for figure in FIGURES}
-                row |= {figure: median(one[figure] for one in measured) for figure in FIGURES}
-                row["error_table"] = row["tokens_per_s_table"] / row["tokens_per_s"] - 1
-                row["error_corrected"] = row["tokens_per_s_corrected"] / row["tokens_per_s"] - 1
-                rows.append({**row, "measured_rounds": measured})
-                print(
-                    f"{level} requests, {mode}: measured {row['tokens_per_s']:.1f} tokens/s, predicted "
-                    f"{row['tokens_per_s_table']:.1f} (table), "
-                    f"{row['tokens_per_s_corrected']:.1f} (corrected)"
-                )
-        return rows
+                path, _ = self._record(mode, level, -(-count // 2))
+                records[mode].append(list(read_steps(path)))
+                measured[level, mode] = [self._measured(mode, level, count) for _ in range(rounds)]
+                print(f"{level} requests, {mode}: {measured[level, mode][0]['tokens_per_s']:.1f} tokens/s")
+        times = {mode: measured_times(self._table, records[mode], self._gamma) for mode in modes}
+        return [self._row(level, mode, times[mode], found) for (level, mode), found in measured.items()]
 
-    def _record(self, mode: str, level: int) -> Path:
-        """A run with a line a step; → the file."""
+    def _row(
+        self, level: int, mode: str, times: StepTimes, measured: list[dict[str, float]]
+    ) -> dict[str, Any]:
+        row: dict[str, Any] = {"requests": level, "mode": mode}
+        row |= {figure: float(np.mean([one[figure] for one in measured])) for figure in FIGURES}
+        ways = {
+            "corrected": times,
+            "calm": replace(times, scatter=np.zeros(0)),
+            "table": StepTimes(self._table),
+        }
+        for way in WAYS:
+            seeds = range(SEEDS if mode == "adaptive" and way != "table" else 1)
+            runs = [self._predicted(mode, level, ways[way], seed) for seed in seeds]
+            for figure in FIGURES:
+                row[f"{figure}_{way}"] = float(np.mean([one[figure] for one in runs]))
+                if row[figure]:
+                    row[f"{figure}_error_{way}"] = row[f"{figure}_{way}"] / row[figure] - 1
+            row[f"budget_tokens_runs_{way}"] = [one["budget_tokens"] for one in runs]
+        return {**row, "measured_rounds": measured}
+
+    def _record(self, mode: str, level: int, count: int) -> tuple[Path, TimedRun]:
+        """A run with a line a step; → the file, and the run."""
         engine = self._engines[mode]
-        recorder = StepRecorder(self._folder, f"{mode}-{level}", SystemClock())
+        recorder = StepRecorder(self._folder, f"{mode}-{level}-{count}", SystemClock())
         engine.recorder = recorder
         try:
-            self._timed(mode, level)
+            return recorder.path, self._timed(mode, level, count, None)
         finally:
             engine.recorder = None
-        return recorder.path
 
-    def _timed(self, mode: str, level: int) -> TimedRun:
+    def _timed(self, mode: str, level: int, count: int, on_step: OnStep | None) -> TimedRun:
+        """`count` answers, the prompts over and over."""
         requests = [
-            Request(f"prompt-{n}", tuple(prompt), self._sampling) for n, prompt in enumerate(self._prompts)
+            Request(f"prompt-{n}", tuple(self._prompts[n % len(self._prompts)]), self._sampling)
+            for n in range(count)
         ]
-        return timed_run(self._engines[mode], requests, concurrency=level)
+        return timed_run(self._engines[mode], requests, concurrency=level, on_step=on_step)
 
-    def _predict(
-        self, mode: str, level: int, table: StepTable, acceptance: Path, run: TimedRun
-    ) -> dict[str, float]:
-        """The same prompts and answers' lengths through the simulator."""
+    def _measured(self, mode: str, level: int, count: int) -> dict[str, float]:
+        """The steady part: from the answer with which the first places have been taken anew to the last
+        request's submission."""
+        engine = self._engines[mode]
+        steps: list[tuple[StepRecord, int]] = []
+
+        def note(outputs: list[RequestOutput]) -> None:
+            if outputs:
+                emitted = sum(len(output.token_ids) for output in outputs)
+                steps.append((engine.recent_steps()[-1], emitted))
+
+        done = self._timed(mode, level, count, note).completions
+        from_ms = sorted(one.ended_ms for one in done)[level - 1]
+        until_ms = max(one.submitted_ms for one in done)
+        inside = [(step, emitted) for step, emitted in steps if from_ms < step.ended_ms <= until_ms]
+        decoding = [step for step, _ in inside if step.num_decoding]
+        tpots = [
+            (one.ended_ms - one.first_token_ms) / (len(one.token_ids) - 1)
+            for one in done
+            if len(one.token_ids) > 1 and from_ms < one.ended_ms <= until_ms
+        ]
+        tokens = sum(emitted for _, emitted in inside)
+        first_tokens = sum(from_ms < one.first_token_ms <= until_ms for one in done)
+        return {
+            "tokens_per_s": 1e3 * tokens / (until_ms - from_ms),
+            "tpot_ms": sum(tpots) / len(tpots),
+            "budget_tokens": sum(step.budget_tokens for step in decoding) / len(decoding),
+            "tau": (tokens - first_tokens) / sum(step.num_decoding for step in decoding),
+            "decoding_steps": float(len(decoding)),
+        }
+
+    def _predicted(self, mode: str, level: int, times: StepTimes, seed: int) -> dict[str, float]:
+        """The same prompts and answers' lengths through the simulator, over and over."""
         config = self._engines[mode].config
+        prompts = np.array([len(prompt) for prompt in self._prompts])
         scenario = Scenario.model_validate(
             {
-                "duration_s": 36_000,
+                "duration_s": SIMULATED_S,
+                "warm_up_s": WARM_UP_S,
+                "seed": seed,
                 "replicas": [{"step_table": "measured", "engine": config.engine.model_dump()}],
                 "speculation": {
                     "mode": config.speculation.mode,
@@ -164,38 +220,28 @@ class _Validation:
                 "tasks": [
                     {
                         "name": "prompts",
-                        "prompt_tokens": {"mean": float(np.mean([len(p) for p in self._prompts]))},
-                        "output_tokens": {"mean": run.num_tokens / len(run.completions)},
-                        "acceptance": {"record": [str(acceptance)]},
+                        "prompt_tokens": {"mean": float(prompts.mean())},
+                        "output_tokens": {
+                            "mean": float(np.mean(self._answers)),
+                            "most": self._sampling.max_tokens,
+                        },
+                        "acceptance": {"record": [str(self._acceptance)]},
                     }
                 ],
                 "law": "exact",
             }
         )
-        count = len(run.completions)
+        rounds = 1 + int(SIMULATED_S * MOST_ANSWERS_PER_S * level / len(prompts))
+        count = rounds * len(prompts)
         requests = Batch(
             np.zeros(count),
-            np.array([len(prompt) for prompt in self._prompts]),
-            np.array([len(completion.token_ids) for completion in run.completions]),
+            np.tile(prompts, rounds),
+            np.tile(np.array(self._answers), rounds),
             np.zeros(count, dtype=np.int64),
         )
-        setting = prepare(scenario, {"measured": table})
+        setting = prepare(scenario, {"measured": self._table}, {"measured": times})
         figures = simulate(scenario, setting=setting, requests=requests).figures
         return {**figures, "tpot_ms": figures["tpot_ms"]["mean"]}
-
-
-def _figures_of(run: TimedRun) -> dict[str, float]:
-    tpots = [
-        (done.ended_ms - done.first_token_ms) / (len(done.token_ids) - 1)
-        for done in run.completions
-        if len(done.token_ids) > 1
-    ]
-    return {
-        "tokens_per_s": run.tokens_per_s,
-        "tpot_ms": sum(tpots) / len(tpots),
-        "budget_tokens": run.steps.mean_budget_tokens,
-        "tau": run.counters.tau,
-    }
 
 
 def _write(name: str, result: dict[str, Any]) -> None:
@@ -232,7 +278,7 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 [row[f"{key}_table"] for row in mine],
                 ":",
                 color=colour,
-                label=f"{mode}, profiled table",
+                label=f"{mode}, as profiled",
             )
         axis.set_xscale("log", base=2)
         axis.set(xlabel="requests in flight", ylabel=label)

@@ -55,6 +55,7 @@ class RecordedStep:
     ended: tuple[RecordedRequest, ...] = ()
     draft_tokens: int = 0  # drafted of each of `num_drafted`
     draft_ms: float = 0.0  # of `measured_ms`, the drafting; 0 in records of before it was kept
+    recording_ms: float = 0.0  # between the last step and this one, spent on writing the line of the last one
 
     def to_line(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))

@@ -6,7 +6,6 @@ A plan that is older than its time to live is ignored, so a replica whose schedu
 from dspark_ray.core.clock import Clock
 from dspark_ray.core.types import StepPlan
 from dspark_ray.engine.budget import BudgetPlanner
-from dspark_ray.scheduling.cap import bucket_of_share
 from dspark_ray.scheduling.newest_plan import NewestPlan
 
 
@@ -21,17 +20,13 @@ class Coupling:
 
     def apply(self, plan: StepPlan) -> None:
         """Takes a plan; one that is older than the newest is dropped."""
-        budget = self._budget
         if self._newest.offer(plan, self._clock.now_ms()):
-            budget.group_step_ms = plan.group_step_ms
-            budget.tiers, budget.target_boost = plan.tiers, plan.target_boost
-            budget.bucket = bucket_of_share(budget.bucket, plan.draft_tokens_per_s, budget.num_draft_tokens)
+            self._budget.couple(plan)
 
     def expire(self) -> None:
         """Called at every step: a plan past its time stops coupling."""
         if self._newest.at(self._clock.now_ms()) is None:
-            self._budget.bucket = self._budget.group_step_ms = None
-            self._budget.tiers = ()
+            self._budget.uncouple()
 
     def plan_age_ms(self) -> float | None:
         """Age of the live plan; None without one."""

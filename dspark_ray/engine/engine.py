@@ -34,7 +34,7 @@ from dspark_ray.engine.adapters import Adapters
 from dspark_ray.engine.admission import Admission
 from dspark_ray.engine.batch import VerifyBatch, Work, pack
 from dspark_ray.engine.block_pool import BlockPool
-from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
+from dspark_ray.engine.budget import BudgetPlanner, row_claims
 from dspark_ray.engine.context_watch import ContextWatch
 from dspark_ray.engine.coupling import Coupling
 from dspark_ray.engine.device_acceptance import acceptor_for
@@ -52,6 +52,7 @@ from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.models.token_rules import token_rules
 from dspark_ray.models.transfer import to_device
 from dspark_ray.scheduling.live_costs import StepSize
+from dspark_ray.scheduling.speculation import Load
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
 

@@ -44,6 +44,7 @@ class StepRecorder:
         self._flushed_ms = clock.now_ms()
         self._flights: dict[str, _Flight] = {}
         self._arrivals = 0
+        self._recording_ms = 0.0  # of the last line
         self._drafts: list[RecordedDraft] = []
         self._ended: list[RecordedRequest] = []
 
@@ -92,6 +93,7 @@ class StepRecorder:
         self, record: StepRecord, num_drafted: int, draft_tokens: int, draft_ms: float, context_tokens: int
     ) -> None:
         """Ends the step's line; what was drafted after it: requests, tokens of each, and the time it took."""
+        began_ms = self._clock.now_ms()
         line = RecordedStep(
             ended_ms=round(record.ended_ms, 3),
             measured_ms=round(record.measured_ms, 4),
@@ -105,9 +107,11 @@ class StepRecorder:
             ended=tuple(self._ended),
             draft_tokens=draft_tokens if num_drafted else 0,
             draft_ms=round(draft_ms, 4),
+            recording_ms=round(self._recording_ms, 4),
         )
         self._file.write(line.to_line() + "\n")
         self._drafts, self._ended = [], []
         if not self._flights or record.ended_ms - self._flushed_ms > self._FLUSH_EVERY_MS:
             self._file.flush()
             self._flushed_ms = record.ended_ms
+        self._recording_ms = self._clock.now_ms() - began_ms

@@ -16,6 +16,7 @@ from dspark_ray.core.types import (
 )
 from dspark_ray.models.adjust import LogitsAdjuster
 from dspark_ray.models.noise import SharedNoise, shared_noise
+from dspark_ray.scheduling.speculation import STALE_STEPS
 
 
 @dataclass(slots=True)
@@ -120,9 +121,6 @@ class Sequence:
 
 LEVEL_ARRIVALS = 64
 """How many later requests of each client a request goes ahead of per level of priority; a tier is a level."""
-
-STALE_STEPS = 2
-"""How many drafts old the scores behind a budget are (design: "budget from scores ≥ 2 steps old")."""
 
 
 def new_sequence(request: Request, arrival: int, adjuster: LogitsAdjuster | None = None) -> Sequence:

@@ -130,12 +130,15 @@ class TimedTarget(Decoder):
         return logits.scatter_(1, following, _SURE)
 
     def _step_ms(self, num_rows: int, batch: PagedBatch, logit_rows: Tensor | None) -> float:
-        """Rows without logits are a prompt's."""
+        """A request that decodes wants the logits of all its rows, a prompt those of its last one at most."""
         if logit_rows is None:
             return self._table.verify_cost_ms(num_rows, int(batch.kv_len.sum()))
-        decoding = batch.markers(num_rows)[logit_rows].unique()
+        rows = batch.query_start.diff()
+        wanted = torch.bincount(batch.markers(num_rows)[logit_rows], minlength=len(rows))
+        decoding = wanted == rows
+        decode_rows = int(rows[decoding].sum())
         context_tokens = int(batch.kv_len[decoding].sum())
-        return self._table.step_cost_ms(len(logit_rows), num_rows - len(logit_rows), context_tokens)
+        return self._table.step_cost_ms(decode_rows, num_rows - decode_rows, context_tokens)
 
     def _meet_group(self) -> None:
         """A step of a lock-step group begins when its slowest member's last one has ended."""

@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_ray.core.types import IntArray
-from dspark_ray.simulator.law import Floats, Law, Steps
+from dspark_ray.simulator.law import Floats, Law, Next, Steps
 from dspark_ray.simulator.routing import FleetLoad
 from dspark_ray.simulator.tally import Tally
 from dspark_ray.simulator.workload import Batch
 
 NEVER = np.inf
+_PLENTY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,11 @@ class Fleet:
         tally: Tally,
         *,
         max_stride: int = 8,
-        natural_ends: bool = True,
+        max_tokens: IntArray | None = None,
         steps_together: bool = False,
     ) -> None:
-        """natural_ends: an answer's end is not foreseen, so drafts reach past it; else it is max_tokens.
+        """max_tokens [tasks]: where answers are cut; drafts do not reach past that. Any other end is not
+        foreseen. None: they are not cut.
         steps_together: replicas with requests begin their steps together, when the slowest has ended its own.
         """
         assert not steps_together or law.exact, "only single steps can end together"
@@ -61,7 +63,7 @@ class Fleet:
         places = int(limits.max_waiting.max()) + slots  # every running one may be preempted
         self.limits, self._law, self._tally = limits, law, tally
         self._max_stride = 1 if law.exact else max_stride
-        self._natural_ends = natural_ends
+        self._max_tokens = np.full(1, _PLENTY) if max_tokens is None else max_tokens
         self.clock_ms = np.zeros(count)
         self.up = np.ones(count, dtype=bool)
         self._live = np.zeros((count, slots), dtype=bool)
@@ -194,9 +196,9 @@ class Fleet:
         steps = Steps(
             replicas=replicas,
             decoding=decoding,
-            most=np.full_like(left, 1 << 30) if self._natural_ends else left - 1,
+            remaining=self._may_emit(place),
             prefill_rows=np.minimum(pending, rows_left),
-            context_tokens=context.sum(axis=1),
+            context_tokens=context.sum(axis=1) + count,
             num_steps=self._stride(replicas, pending, count, now_ms, until_ms),
             now_ms=now_ms,
         )
@@ -221,7 +223,13 @@ class Fleet:
         ended = live & (remaining <= 0) & (decoding | first)
         still = (decoding | first) & ~ended
         alive = own_steps.sum(axis=1) / steps.num_steps
-        step_ms = self._law.finish(steps, alive, still, remaining)
+        following = Next(
+            decoding=still,
+            remaining=self._may_emit(place),
+            prefill_rows=self._next_prefill(replicas, place, still, ended),
+            context_tokens=np.where(still, self._context[place] + 1, 0).sum(axis=1),
+        )
+        step_ms = self._law.finish(steps, alive, following)
         if self._steps_together:
             step_ms = np.full_like(step_ms, step_ms.max())
         self.clock_ms[replicas] = now_ms + step_ms * steps.num_steps
@@ -230,6 +238,30 @@ class Fleet:
             self._first_tokens(replicas, first)
         if ended.any():
             self._end(replicas, ended, now_ms, step_ms, np.where(first, steps.num_steps[:, None], own_steps))
+
+    def _may_emit(self, place: tuple[IntArray, slice]) -> IntArray:
+        """Tokens that each request may still emit before it is cut. [n, S]"""
+        most = self._max_tokens[np.minimum(self._task[place], len(self._max_tokens) - 1)]
+        return np.asarray(most - self._emitted[place])
+
+    def _next_prefill(
+        self,
+        replicas: IntArray,
+        place: tuple[IntArray, slice],
+        still: NDArray[np.bool_],
+        ended: NDArray[np.bool_],
+    ) -> IntArray:
+        """Rows of prompts that the next step will take, as far as is known now: what is left of those that
+        run, and those that have come meanwhile and can start. [n]"""
+        live = self._live[place] & ~ended
+        pending = np.where(live, self._prefill[place], 0).sum(axis=1)
+        if self._law.exact:  # the look-up by load has no use for it
+            free = self.limits.max_running[replicas] - live.sum(axis=1)
+            for row in np.flatnonzero((self._queue.length[replicas] > 0) & (free > 0)):
+                replica = int(replicas[row])
+                pending[row] += self._queue.arrived_rows(replica, int(free[row]), self.clock_ms[replica])
+        rows_left = self.limits.max_step_rows[replicas] - still.sum(axis=1)
+        return np.asarray(np.minimum(pending, np.maximum(rows_left, 0)))
 
     def _stride(
         self, replicas: IntArray, pending: IntArray, count: IntArray, now_ms: Floats, until_ms: float
@@ -441,6 +473,12 @@ class _Queues:
 
     def head_prompt(self, replicas: IntArray) -> IntArray:
         return np.asarray(self._prompt[replicas, self._head[replicas]])
+
+    def arrived_rows(self, replica: int, most: int, now_ms: float) -> int:
+        """Rows of the first `most` that had come by then."""
+        places = (self._head[replica] + np.arange(min(most, self.length[replica]))) % self._places
+        arrived = self._arrival_ms[replica, places] <= now_ms
+        return int(self._prompt[replica, places[arrived]].sum())
 
     def drain(self, replica: int) -> Batch:
         """Empties one queue."""

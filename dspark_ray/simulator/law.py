@@ -13,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_ray.core.types import FloatArray, IntArray, StepPlan
+from dspark_ray.scheduling.live_costs import StepSize
+from dspark_ray.scheduling.speculation import Load
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.simulator.acceptance import AcceptanceBank
-from dspark_ray.simulator.policy import Load, ReplicaPolicy, SpeculationSettings
+from dspark_ray.simulator.policy import ReplicaPolicy, SpeculationSettings
+from dspark_ray.simulator.step_times import StepTimes
 
 Floats = NDArray[np.float64]
 
@@ -24,9 +27,14 @@ Floats = NDArray[np.float64]
 class Machine:
     """One kind of replica, as the laws see it."""
 
-    table: StepTable
+    table: StepTable  # that its policies go by
     num_slots: int  # engine.max_running
     max_step_rows: int
+    measured: StepTimes | None = None  # what steps take, where more is known than the table
+
+    @property
+    def times(self) -> StepTimes:
+        return self.measured or StepTimes(self.table)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +43,9 @@ class Steps:
 
     replicas: IntArray  # [n]
     decoding: NDArray[np.bool_]  # [n, S]
-    most: IntArray  # [n, S] draft tokens that may be verified at most, by the end of the answer
+    remaining: IntArray  # [n, S] tokens that each may still emit, whatever the end of its answer
     prefill_rows: IntArray  # [n]
-    context_tokens: IntArray  # [n] that the decoding requests attend to
+    context_tokens: IntArray  # [n] that the decoding requests attend to, anchors included
     num_steps: IntArray  # [n] steps of each; 1 under ExactLaw
     now_ms: Floats  # [n]
 
@@ -50,8 +58,18 @@ class Emitted:
     verified: Floats  # [n] draft tokens a step
 
 
+@dataclass(frozen=True, slots=True)
+class Next:
+    """What follows the steps of `Steps`, as far as it is known at their end."""
+
+    decoding: NDArray[np.bool_]  # [n, S]
+    remaining: IntArray  # [n, S]
+    prefill_rows: IntArray  # [n]
+    context_tokens: IntArray  # [n]
+
+
 class Law(Protocol):
-    """Owned by the fleet. `verify`, then `finish` with the requests that still decode, for every sweep."""
+    """Owned by the fleet. `verify`, then `finish` with what comes next, for every sweep."""
 
     exact: bool  # one step at a time
 
@@ -61,10 +79,10 @@ class Law(Protocol):
 
     def verify(self, steps: Steps) -> Emitted: ...
 
-    def finish(self, steps: Steps, alive: Floats, decoding: NDArray[np.bool_], remaining: IntArray) -> Floats:
+    def finish(self, steps: Steps, alive: Floats, following: Next) -> Floats:
         """Milliseconds of one step of each replica, drafting for the next one included. → [n]
 
-        alive [n]: decoding requests, mean over the steps. decoding, remaining [n, S]: afterwards.
+        alive [n]: decoding requests, mean over the steps.
         """
         ...
 
@@ -109,25 +127,27 @@ class ExactLaw:
             slots = np.flatnonzero(steps.decoding[row])
             load = Load(int(steps.prefill_rows[row]), int(steps.context_tokens[row]))
             outcome = self._policies[replica].verify(
-                slots, steps.most[row, slots], load, float(steps.now_ms[row])
+                slots, steps.remaining[row, slots], load, float(steps.now_ms[row])
             )
             tokens[row, slots] = outcome.accepted + 1
             verified[row] = outcome.lens.sum()
         self._verified = verified
         return Emitted(tokens, verified)
 
-    def finish(self, steps: Steps, alive: Floats, decoding: NDArray[np.bool_], remaining: IntArray) -> Floats:
+    def finish(self, steps: Steps, alive: Floats, following: Next) -> Floats:
         cost_ms = np.zeros(len(steps.replicas))
         for row, replica in enumerate(steps.replicas):
-            policy = self._policies[replica]
-            slots = np.flatnonzero(decoding[row])
-            load = Load(0, int(steps.context_tokens[row]))
-            cost_ms[row] = policy.table.step_cost_ms(
-                int(alive[row] + self._verified[row]),
-                int(steps.prefill_rows[row]),
-                float(steps.context_tokens[row]),
+            verified = int(self._verified[row])
+            step = StepSize(
+                decode_rows=int(alive[row]) + verified,
+                draft_rows=verified,
+                prompt_rows=int(steps.prefill_rows[row]),
+                context_tokens=int(steps.context_tokens[row]) + verified,
             )
-            cost_ms[row] += policy.draft(slots, remaining[row, slots], load)
+            slots = np.flatnonzero(following.decoding[row])
+            load = Load(int(following.prefill_rows[row]), int(following.context_tokens[row]))
+            ended = self._policies[replica].finish(step, slots, following.remaining[row, slots], load)
+            cost_ms[row] = ended.total_ms
         return cost_ms
 
     def apply(self, replica: int, plan: StepPlan) -> None:
@@ -174,25 +194,26 @@ def steady_load(
     tasks = rng.choice(bank.num_tasks, size=num_decoding, p=shares / shares.sum()).astype(np.int64)
     policy.start(slots, tasks)
     if draft_tokens_per_s is not None:
-        policy.apply(StepPlan("", 0, 0, "", draft_tokens_per_s))
+        terms = settings.tiers, settings.target_boost
+        policy.apply(StepPlan("", 0, 0, "", draft_tokens_per_s, tiers=terms[0], target_boost=terms[1]))
     plenty = np.full(num_decoding, 1 << 30, dtype=np.int64)
     quiet, busy = Load(0, context_tokens), Load(prefill_rows, context_tokens)
     emitted, counted = np.zeros(bank.num_tasks), np.zeros(bank.num_tasks)
     total_ms = verified = drafted_before = now_ms = measured = 0.0
-    policy.draft(slots, plenty, quiet)
     for number in range(warm_steps + num_steps):
         if number == warm_steps:
             drafted_before = float(policy.drafted_tokens)
         load = busy if prefill_rows and number % 4 == 3 else quiet
+        following = busy if prefill_rows and number % 4 == 2 else quiet
         outcome = policy.verify(slots, plenty, load, now_ms)
-        rows = num_decoding + int(outcome.lens.sum())
-        step_ms = machine.table.step_cost_ms(rows, load.prefill_rows, context_tokens)
-        step_ms += policy.draft(slots, plenty, quiet)
+        budget = int(outcome.lens.sum())
+        step = StepSize(num_decoding + budget, budget, load.prefill_rows, context_tokens + budget)
+        step_ms = policy.finish(step, slots, plenty, following).total_ms
         now_ms += step_ms
         if number >= warm_steps and load is (busy if prefill_rows else quiet):
             measured += 1
             total_ms += step_ms
-            verified += float(outcome.lens.sum())
+            verified += budget
             emitted += np.bincount(tasks, weights=outcome.accepted + 1, minlength=bank.num_tasks)
             counted += np.bincount(tasks, minlength=bank.num_tasks)
     mean = emitted.sum() / max(counted.sum(), 1.0)
@@ -250,11 +271,11 @@ class LoadLaw:
             tokens[mine, slots] = steps.num_steps[mine] + drawn
         return Emitted(tokens, verified)
 
-    def finish(self, steps: Steps, alive: Floats, decoding: NDArray[np.bool_], remaining: IntArray) -> Floats:
+    def finish(self, steps: Steps, alive: Floats, following: Next) -> Floats:
         cost_ms = np.zeros(len(steps.replicas))
         for surface, rows in self._by_surface(steps.replicas):
             found = surface.at(alive[rows], steps.prefill_rows[rows].astype(float))
-            slope = surface.machine.table.context_ms_per_token
+            slope = surface.machine.times.table.context_ms_per_token
             context = slope * (steps.context_tokens[rows] - alive[rows] * self._context)
             cost_ms[rows] = np.maximum(found[:, _STEP_MS] + context, 1e-3)
         return cost_ms
@@ -343,7 +364,8 @@ class _Surface:
     def _measure(self, decoding: int, prefill_rows: int) -> Floats:
         prefill_rows = min(prefill_rows, max(0, self.machine.max_step_rows - decoding))
         if decoding == 0:
-            step_ms = self.machine.table.prompt_cost_ms(max(prefill_rows, 1))
+            times = self.machine.times
+            step_ms = times.step_ms(StepSize(0, prompt_rows=max(prefill_rows, 1))) + times.between_ms
             return np.array([step_ms, 0.0, 0.0, *np.ones(self._bank.num_tasks)])
         found = steady_load(
             self._settings, self.machine, self._bank, self._shares, self._rng,
@@ -381,4 +403,5 @@ def _policy(
         num_slots=machine.num_slots,
         max_step_rows=machine.max_step_rows,
         rng=rng,
+        times=machine.times,
     )

@@ -216,7 +216,7 @@ def _service(setting: Setting, machine: Machine, point: Point) -> tuple[float, f
         round(point.requests + point.budget_tokens),
         max(1, round(min(prompt, machine.max_step_rows))),
     )
-    prompt_ms = prompt / rows * machine.table.added_prompt_ms(base, rows)
+    prompt_ms = prompt / rows * machine.times.table.added_prompt_ms(base, rows)
     service_ms = decoded / point.tau * point.step_ms / point.requests + prompt_ms
     return service_ms / 1e3, point.requests * service_ms / decoded
 
@@ -273,7 +273,7 @@ def _point(requests: int, found: SteadyLoad, shares: np.ndarray) -> Point:
 
 def _mean(setting: Setting, what: str) -> float:
     shares = np.array(setting.mix.shares)
-    means = np.array([lengths.mean for lengths in getattr(setting.mix, what)])
+    means = np.array([lengths.expected for lengths in getattr(setting.mix, what)])
     return float((shares * means).sum() / shares.sum())
 
 

@@ -29,6 +29,7 @@ from dspark_ray.simulator.policy import SpeculationSettings
 from dspark_ray.simulator.routing import ROUTERS, ReplicaFacts
 from dspark_ray.simulator.scaling import Presence, Scaling
 from dspark_ray.simulator.scenario import LengthSpec, Scenario, TaskSpec
+from dspark_ray.simulator.step_times import StepTimes
 from dspark_ray.simulator.tally import Tally
 from dspark_ray.simulator.workload import (
     Batch,
@@ -69,8 +70,13 @@ class Setting:
     context_tokens: int  # of a request, half-way through its answer
 
 
-def prepare(scenario: Scenario, tables: dict[str, StepTable] | None = None) -> Setting:
-    """Reads tables and records. `tables` are used instead of files, by the name in the scenario."""
+def prepare(
+    scenario: Scenario,
+    tables: dict[str, StepTable] | None = None,
+    times: dict[str, StepTimes] | None = None,
+) -> Setting:
+    """Reads tables and records. `tables` are used instead of files, by the name in the scenario; so are
+    `times`, what steps really take, where that is known (`calibrate.py`)."""
     rng = np.random.default_rng([scenario.seed, 1])
     spec = scenario.speculation
     machines = [
@@ -78,6 +84,7 @@ def prepare(scenario: Scenario, tables: dict[str, StepTable] | None = None) -> S
             (tables or {}).get(kind.step_table) or StepTable.load(Path(kind.step_table)),
             kind.engine.max_running,
             kind.engine.max_step_rows,
+            (times or {}).get(kind.step_table),
         )
         for kind in scenario.replicas
     ]
@@ -88,8 +95,8 @@ def prepare(scenario: Scenario, tables: dict[str, StepTable] | None = None) -> S
     )
     shares = np.array(mix.shares) / sum(mix.shares)
     context = sum(
-        share * (task.prompt_tokens.mean + task.output_tokens.mean / 2)
-        for share, task in zip(shares, scenario.tasks, strict=True)
+        share * (_lengths(task.prompt_tokens).expected + output.expected / 2)
+        for share, task, output in zip(shares, scenario.tasks, mix.outputs, strict=True)
     )
     return Setting(
         settings=speculation_settings(scenario),
@@ -155,6 +162,7 @@ class _Simulation:
             self._law,
             self._tally,
             max_stride=scenario.max_stride,
+            max_tokens=np.array([task.output_tokens.most for task in scenario.tasks], dtype=np.int64),
             steps_together=scenario.steps_together,
         )
         self._router = ROUTERS.get(scenario.router)(router_rng, _facts(setting))
@@ -385,12 +393,12 @@ def _blocks(task: TaskSpec, num_draft_tokens: int, rng: np.random.Generator) -> 
     return modelled_blocks(model, rng)
 
 
-def _lengths(spec: LengthSpec) -> Lengths:
-    return Lengths(spec.mean, spec.spread, spec.most)
+def _lengths(spec: LengthSpec, share: float = 1.0) -> Lengths:
+    """`share` of the tokens, one at least."""
+    values = tuple(max(1, round(share * value)) for value in spec.values)
+    return Lengths((spec.mean or 0.0) * share, spec.spread, spec.most, values)
 
 
 def _prompts(task: TaskSpec) -> Lengths:
     """Rows of prefill: what the prefix cache has is not computed."""
-    kept = 1.0 - task.cached_prompt_share
-    spec = task.prompt_tokens
-    return Lengths(spec.mean * kept, spec.spread, spec.most)
+    return _lengths(task.prompt_tokens, 1.0 - task.cached_prompt_share)

@@ -23,11 +23,20 @@ class ReplicaSpec(Section):
 
 
 class LengthSpec(Section):
-    """A log-normal number of tokens."""
+    """A number of tokens: log-normal, or one of a list."""
 
-    mean: float = Field(gt=0)
+    mean: float | None = Field(None, gt=0)
     spread: float = Field(0.5, ge=0, le=3, description="standard deviation of the logarithm")
-    most: int = Field(8192, ge=1)
+    most: int = Field(8192, ge=1, description="longer ones are cut; of answers, max_tokens")
+    values: list[Annotated[int, Field(ge=1)]] = Field(
+        [], description="drawn from, all with the same chance; instead of mean and spread"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "LengthSpec":
+        if (self.mean is None) == (not self.values):
+            raise ValueError("give either mean or values")
+        return self
 
 
 class AcceptanceSpec(Section):

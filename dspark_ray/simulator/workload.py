@@ -4,9 +4,11 @@ Requests are handed out in batches up to a time, as arrays: a fleet's hour holds
 """
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
@@ -36,13 +38,29 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A log-normal length in tokens."""
+    """A log-normal length in tokens, or one of a list."""
 
-    mean: float
+    mean: float  # before it is cut at `most`
     spread: float = 0.5  # standard deviation of its logarithm; 0: always the mean
     most: int = 8192
+    values: tuple[int, ...] = ()  # drawn from, instead
+
+    @property
+    def expected(self) -> float:
+        """Mean of what is drawn."""
+        if self.values:
+            return float(np.clip(self.values, 1, self.most).mean())
+        if self.spread == 0:
+            return float(min(self.mean, self.most))
+        middle = math.log(self.mean) - self.spread**2 / 2
+        place = (math.log(self.most) - middle) / self.spread
+        below = NormalDist().cdf
+        cut = self.mean * below(place - self.spread) + self.most * (1.0 - below(place))
+        return max(cut, 1.0)
 
     def draw(self, count: int, rng: np.random.Generator) -> IntArray:
+        if self.values:
+            return np.clip(rng.choice(self.values, size=count), 1, self.most).astype(np.int64)
         middle = np.log(self.mean) - self.spread**2 / 2
         values = np.rint(np.exp(middle + self.spread * rng.standard_normal(count)))
         return np.clip(values, 1, self.most).astype(np.int64)

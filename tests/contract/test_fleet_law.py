@@ -15,10 +15,11 @@ from dspark_ray.core.types import (
     SurvivalReport,
     TierTerms,
 )
-from dspark_ray.engine.budget import BudgetPlanner, Load, row_claims
+from dspark_ray.engine.budget import BudgetPlanner, row_claims
 from dspark_ray.engine.coupling import Coupling
-from dspark_ray.engine.sequence import STALE_STEPS, Draft, Sequence, new_sequence
+from dspark_ray.engine.sequence import Draft, Sequence, new_sequence
 from dspark_ray.scheduling.fleet import FLEET_POLICIES
+from dspark_ray.scheduling.speculation import STALE_STEPS, Load
 from dspark_ray.scheduling.step_table import StepTable
 from dspark_ray.scheduling.survival import survival
 

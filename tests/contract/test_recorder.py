@@ -8,11 +8,13 @@ import pytest
 
 from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.errors import ArtefactError, ConfigError
-from dspark_ray.core.step_record import RecordedStep, header, read_steps
+from dspark_ray.core.step_record import RecordedRequest, RecordedStep, header, read_steps
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.recorder import StepRecorder
+from dspark_ray.scheduling.live_costs import StepSize
 from dspark_ray.simulator.acceptance import conditional_acceptance, recorded_blocks
-from dspark_ray.simulator.calibrate import corrected_table
+from dspark_ray.simulator.calibrate import measured_times
+from dspark_ray.simulator.step_times import Disturbances
 from dspark_ray.simulator.workload import read_arrivals
 from tests.tiny_engine import STEEP_TABLE, request, run, tiny_drafter_dir, tiny_engine
 
@@ -69,8 +71,8 @@ def test_the_simulator_reads_what_was_recorded(checkpoint: Path, tmp_path: Path)
 
 def test_recorded_times_correct_a_table() -> None:
     steps = [RecordedStep(1.0, 2 * STEEP_TABLE.verify_cost_ms(8), 1.0, 8, 8, 0, 0, 0)] * 200
-    corrected = corrected_table(STEEP_TABLE, steps, 4)
-    assert corrected.verify_cost_ms(8) == pytest.approx(2 * STEEP_TABLE.verify_cost_ms(8), rel=0.05)
+    times = measured_times(STEEP_TABLE, [steps], 4)
+    assert times.step_ms(StepSize(8)) == pytest.approx(2 * STEEP_TABLE.verify_cost_ms(8), rel=0.05)
 
 
 def test_recorded_prompts_and_drafts_correct_their_own_curves() -> None:
@@ -81,10 +83,57 @@ def test_recorded_prompts_and_drafts_correct_their_own_curves() -> None:
         RecordedStep(1.0, plain_ms + draft_ms, 1.0, 8, 8, 0, 8, 0, draft_tokens=4, draft_ms=draft_ms),
         RecordedStep(1.0, mixed_ms, 1.0, 32, 8, 0, 0, 0),
     ]
-    corrected = corrected_table(table, steps * 50, 4)
-    assert corrected.verify_cost_ms(8) == pytest.approx(plain_ms)
-    assert corrected.step_cost_ms(8, 24) == pytest.approx(mixed_ms)
-    assert corrected.draft_cost_ms(8) == pytest.approx(draft_ms)
+    times = measured_times(table, [steps * 50], 4)
+    assert times.step_ms(StepSize(8)) == pytest.approx(plain_ms)
+    assert times.step_ms(StepSize(8, prompt_rows=24)) == pytest.approx(mixed_ms)
+    assert times.draft_ms(8, 1.0) == pytest.approx(draft_ms)
+
+
+def test_steps_with_draft_tokens_have_times_of_their_own() -> None:
+    table, rows = STEEP_TABLE, 8
+    plain_ms, dear_ms = table.verify_cost_ms(rows), 1.2 * table.verify_cost_ms(rows)
+    plain = [RecordedStep(1.0, plain_ms, 1.0, rows, rows, 0, 0, 0)] * 20
+    speculating = [RecordedStep(1.0, dear_ms, 1.0, rows, 4, 4, 0, 0)] * 20
+    times = measured_times(table, [[*plain, *speculating]], 4)
+    assert times.step_ms(StepSize(rows)) == pytest.approx(plain_ms)
+    assert times.step_ms(StepSize(rows, draft_rows=4)) == pytest.approx(dear_ms)
+    # A kind of which nothing was recorded is taken for the other one.
+    for half, size in ((plain, StepSize(rows, draft_rows=4)), (speculating, StepSize(rows))):
+        expected_ms = plain_ms if half is plain else dear_ms
+        assert measured_times(table, [half], 4).step_ms(size) == pytest.approx(expected_ms)
+
+
+def test_scatter_and_the_time_between_steps_are_kept() -> None:
+    table, mean_ms = STEEP_TABLE, STEEP_TABLE.verify_cost_ms(4)
+    steps, now_ms = [], 0.0
+    for number in range(40):
+        measured_ms = mean_ms * (1.1 if number % 2 else 0.9)
+        now_ms += measured_ms + 2.0  # between two steps, a half of it for the record
+        steps.append(RecordedStep(now_ms, measured_ms, 1.0, 4, 4, 0, 0, 0, recording_ms=1.0))
+    now_ms += 500.0  # nobody is there
+    steps.append(RecordedStep(now_ms + mean_ms, mean_ms, 1.0, 4, 4, 0, 0, 0))
+    first = RecordedRequest(0, 0.0, 1.0, steps[-2].ended_ms, 1, 0, 1)
+    last = RecordedRequest(1, now_ms, 1.0, now_ms + mean_ms, 1, 0, 1)
+    steps[-2], steps[-1] = replace(steps[-2], ended=(first,)), replace(steps[-1], ended=(last,))
+    times = measured_times(table, [steps], 4)
+    assert times.between_ms == pytest.approx(1.0)
+    np.testing.assert_allclose(times.scatter[:4], [0.9, 1.1, 0.9, 1.1], rtol=1e-3)
+    way = Disturbances(times.scatter, np.random.default_rng(0))
+    assert {round(way.next(), 1) for _ in range(50)} == {0.9, 1.0, 1.1}
+
+
+def test_the_time_that_a_line_takes_is_told_in_the_next(checkpoint: Path, tmp_path: Path) -> None:
+    class Ticking(ManualClock):
+        def now_ms(self) -> float:
+            self.advance(1.0)
+            return super().now_ms()
+
+    engine = tiny_engine(checkpoint)
+    engine.recorder = StepRecorder(tmp_path, "e", Ticking())
+    run(engine, [request("r", [1, 2], max_tokens=4)])
+    told = [step.recording_ms for step in read_steps(engine.recorder.path)]
+    assert told[0] == 0.0
+    assert set(told[1:]) == {1.0}
 
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:

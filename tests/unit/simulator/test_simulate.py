@@ -1,5 +1,6 @@
 """Whole simulations: conservation, queues, memory, faults, plans, and the short cut against every step."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,19 @@ import pytest
 
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.simulator.routing import ROUTERS, FleetLoad, ReplicaFacts
-from dspark_ray.simulator.run import simulate
+from dspark_ray.simulator.run import prepare, simulate
 from dspark_ray.simulator.scenario import Scenario, load_scenario
+from dspark_ray.simulator.step_times import StepTimes
 from dspark_ray.simulator.workload import Batch
 from tests.unit.simulator.scenarios import CONDITIONAL, STEEP_TABLE, run, scenario
 
 ROOT = Path(__file__).resolve().parents[3]
+TASK = {
+    "name": "chat",
+    "prompt_tokens": {"mean": 40},
+    "output_tokens": {"mean": 60},
+    "acceptance": {"conditional": CONDITIONAL},
+}
 SHIPPED = sorted((ROOT / "configs" / "simulation").glob("*.yaml"))
 
 
@@ -81,6 +89,47 @@ def test_the_look_up_by_load_agrees_with_every_step(tmp_path: Path) -> None:
     assert load["tpot_ms"]["p50"] == pytest.approx(exact["tpot_ms"]["p50"], rel=0.12)
     assert load["ttft_ms"]["p50"] == pytest.approx(exact["ttft_ms"]["p50"], rel=0.12)
     assert exact["budget_tokens"] > 1  # else there is nothing to agree about
+
+
+def test_lengths_of_a_list_and_drafts_that_end_with_max_tokens(tmp_path: Path) -> None:
+    kind = {**scenario(tmp_path).replicas[0].model_dump(), "count": 1}
+
+    def verified(most: int) -> float:
+        """Draft tokens verified an answer, each of 3 tokens."""
+        task = {**TASK, "prompt_tokens": {"values": [8]}, "output_tokens": {"values": [3], "most": most}}
+        arrivals = {"kind": "closed", "clients": 1}
+        speculation = {"mode": "fixed", "num_draft_tokens": 4}
+        changes = {"replicas": [kind], "arrivals": arrivals, "speculation": speculation, "duration_s": 4}
+        figures = run(tmp_path, tasks=[task], **changes).figures
+        assert figures["tokens_per_s"] / figures["requests_per_s"] == pytest.approx(3.0, rel=0.02)
+        return figures["verified_tokens"] / figures["answers"]
+
+    # Two tokens are left after the first: one draft token and the target's own end the answer.
+    assert verified(most=3) <= 1.02
+    assert verified(most=100) > 3.9
+
+
+def test_policies_learn_what_steps_really_take(tmp_path: Path) -> None:
+    """Speculation that pays by the table, and never does in the machine, is off after some steps."""
+    changes = {
+        "duration_s": 20,
+        "warm_up_s": 5,
+        "arrivals": {"kind": "closed", "clients": 2},
+        "replicas": [{**scenario(tmp_path).replicas[0].model_dump(), "count": 1}],
+    }
+    made = scenario(tmp_path, **changes)
+    name = made.replicas[0].step_table
+    dear = replace(STEEP_TABLE, verify_ms=3 * STEEP_TABLE.verify_ms)
+    as_told = simulate(made).figures
+    figures = {
+        between: simulate(
+            made, setting=prepare(made, times={name: StepTimes(STEEP_TABLE, dear, between_ms=between)})
+        ).figures
+        for between in (0.0, 5.0)
+    }
+    assert as_told["budget_tokens"] > 1
+    assert figures[0.0]["budget_tokens"] < 0.3
+    assert figures[5.0]["step_ms"] == pytest.approx(figures[0.0]["step_ms"] + 5.0, rel=0.05)
 
 
 def test_a_full_queue_refuses(tmp_path: Path) -> None:
@@ -164,6 +213,8 @@ def test_shipped_scenarios_load(path: Path) -> None:
         ({"scheduler": {"policy": "lockstep"}}, "steps_together: true"),
         ({"steps_together": True, "law": "load"}, "exact or auto"),
         ({"warm_up_s": 5}, "warm_up_s"),
+        ({"tasks": [{**TASK, "output_tokens": {"mean": 5, "values": [3]}}]}, "either mean or values"),
+        ({"tasks": [{**TASK, "output_tokens": {"spread": 0.1}}]}, "either mean or values"),
         ({"replicas": [{"step_table": "absent.json"}]}, "absent.json does not exist"),
     ],
 )

@@ -45,6 +45,16 @@ def test_tasks_have_their_shares_and_lengths() -> None:
     assert set(batch.output_tokens[batch.task == 1]) == {20}
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [Lengths(50), Lengths(50, 0.3, 48), Lengths(60, 0.0, 48), Lengths(0.0, values=(3, 9, 200), most=100)],
+)
+def test_what_is_drawn_is_what_is_expected(lengths: Lengths) -> None:
+    drawn = lengths.draw(20_000, rng())
+    assert drawn.mean() == pytest.approx(lengths.expected, rel=0.02)
+    assert drawn.max() <= lengths.most
+
+
 def test_rates_that_change() -> None:
     day = DiurnalRate(10.0, 0.5, 100.0)
     assert (day(0.0), day(50_000.0)) == (pytest.approx(5.0), pytest.approx(15.0))
