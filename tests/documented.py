@@ -98,6 +98,20 @@ TABLE: Mapping[str, Treatment] = {
     "torchrun --nproc-per-node 2 -m dspark_ray.training.trainer CONFIG.yaml": Run(
         less=(("CONFIG.yaml", "tiny-training.yaml"), ("torchrun", "torchrun --standalone")), long=True
     ),
+    "dspark-ray generate-data runs/data/first.jsonl --minutes 3 --concurrency 16 --openings "
+    "configs/training/openings/general.yaml": Run(
+        less=(
+            ("--minutes 3 --concurrency 16", "--minutes .05"),
+            (" --openings", _TINY_WRITER),
+        ),
+        makes=("runs/data/first.jsonl",),
+    ),
+    f"dspark-ray train {_TRAINING} --minutes 5": Run(
+        "runs/smollm2-dspark-block7/checkpoint",
+        less=_TINY_TRAINING,  # done already: nothing is left to train
+    ),
+    f"dspark-ray evaluate -c {_DEFAULT} -p runs/data/first.jsonl -d runs/smollm2-dspark-block7/checkpoint "
+    "--limit 8": Run(r"\btau\b", less=(*_TINY, ("--limit 8", "--limit 4 --max-tokens 8"))),
     "dspark-ray train CONFIG.yaml --ray --workers 2 --cpus-per-worker 4 --max-failures 3": Run(
         less=(("CONFIG.yaml", "tiny-training.yaml"), ("--cpus-per-worker 4", "--cpus-per-worker 1")),
         long=True,
@@ -265,9 +279,7 @@ TABLE: Mapping[str, Treatment] = {
         less=(("--config", "--web.listen-address=127.0.0.1:{port} --storage.tsdb.path=prometheus --config"),),
         needs="prometheus",
     ),
-    "docker run --network host -e PROMETHEUS_URL=http://127.0.0.1:9090 -v "
-    "$PWD/cluster/grafana/provisioning:/etc/grafana/provisioning -v "
-    "$PWD/cluster/grafana/dashboards:/var/lib/grafana/dashboards grafana/grafana": NotHere("a Docker daemon"),
+    "docker compose -f cluster/compose.yaml up": NotHere("a Docker daemon"),
     # CONTRIBUTING.md
     "make setup": Elsewhere(".ci/run"),
     "make check": Elsewhere(".ci/run"),

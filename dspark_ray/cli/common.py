@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.observability.progress import progress
 
 if TYPE_CHECKING:
     from dspark_ray.core.config import AppConfig
@@ -161,19 +162,16 @@ def load_engine(config: "AppConfig", *, profiled: bool = True) -> LocalEngine:
 
 @contextmanager
 def step_progress(title: str, num_requests: int) -> Iterator["OnStep"]:
-    """A bar of finished requests with the tokens so far; the callback goes to `generate_all`."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[tokens]} tokens"), console=err, transient=True) as bar:
-        task = bar.add_task(title, total=num_requests, tokens=0)
-        num_tokens = 0
+    """How many requests have finished, with the tokens so far; the callback goes to `generate_all`."""
+    with progress(title, err) as tell:
+        num_ended = num_tokens = 0
 
         def on_step(outputs: "list[RequestOutput]") -> None:
-            nonlocal num_tokens
+            nonlocal num_ended, num_tokens
             num_tokens += sum(len(output.token_ids) for output in outputs)
-            ended = sum(output.finish_reason is not None for output in outputs)
-            bar.update(task, advance=ended, tokens=num_tokens)
+            num_ended += sum(output.finish_reason is not None for output in outputs)
+            note = f"{num_ended} of {num_requests} answers, {num_tokens:,} tokens"
+            tell(num_ended / max(1, num_requests), note)
 
         yield on_step
 

@@ -9,6 +9,7 @@ import typer
 from dspark_ray.cli.common import JsonOption, err, out, write_json
 from dspark_ray.cli.simulate import ScenarioArgument, changed
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.observability.progress import progress
 
 if TYPE_CHECKING:
     from dspark_ray.simulator.planner import Answer, Curve
@@ -64,14 +65,14 @@ def plan(
     slo = {"tpot_ms": tpot, "ttft_ms": ttft}
     updates = {key: value for key, value in slo.items() if value is not None}
     checked = checked.model_copy(update={"slo": checked.slo.model_copy(update=updates)})
-    with err.status("planning") as status:
+    with progress("planning", err) as tell:
         answers, curves = find(
             checked,
             target=target,
             fixed=fixed,
             fleet_policies=fleet_policy or (),
             check=check,
-            on_stage=lambda what: status.update(f"planning: {what}"),
+            on_progress=tell,
         )
     _print(checked, answers)
     if plot is not None:

@@ -1,7 +1,5 @@
 """`dspark-ray simulate`: a fleet under a load, without a model."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +7,7 @@ import typer
 
 from dspark_ray.cli.common import MODES, JsonOption, err, print_figures, write_json
 from dspark_ray.core.errors import ConfigError
+from dspark_ray.observability.progress import progress
 
 if TYPE_CHECKING:
     from dspark_ray.simulator.scenario import Scenario
@@ -41,8 +40,8 @@ def simulate(
     from dspark_ray.simulator.scenario import load_scenario
 
     checked = changed(load_scenario(scenario), duration, replicas, rate, mode, seed)
-    with share_progress(f"simulating {checked.duration_s:g} s") as on_progress:
-        result = run(checked, on_progress=on_progress)
+    with progress(f"simulating {checked.duration_s:,.0f} s", err) as tell:
+        result = run(checked, on_progress=lambda share: tell(share, f"{share * checked.duration_s:,.0f} s"))
     print_figures(f"simulated: {scenario.stem}", readable(result.figures))
     if json is not None:
         content = {"scenario": checked.model_dump(mode="json"), "figures": result.figures}
@@ -104,14 +103,3 @@ def readable(figures: dict[str, Any]) -> dict[str, Any]:
         shown["cost"] = figures["cost"]
         shown["cost of a million good tokens"] = figures["cost_per_million_good_tokens"]
     return shown
-
-
-@contextmanager
-def share_progress(title: str) -> Iterator[Callable[[float], None]]:
-    """A bar on a terminal; the callback takes the finished share."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda share: bar.update(task, completed=share)

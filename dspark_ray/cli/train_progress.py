@@ -23,13 +23,24 @@ class TrainingDisplay(Observer):
         self._bar = Progress(
             TextColumn("step"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err
         )
+        self._cache = Progress(
+            TextColumn("caching the target's states"), BarColumn(), TimeRemainingColumn(), console=err
+        )
+        self._caching = self._cache.add_task("cache", total=1.0)
         self._task = self._bar.add_task("step", total=total_steps)
         self._latest: dict[str, Any] = {}
+
+    def caching(self, share: float) -> None:
+        self._cache.update(self._caching, completed=share)
+        self._live.update(Group(self._cache, self._bar, self._table()) if share < 1.0 else self._steps())
+
+    def _steps(self) -> Group:
+        return Group(self._bar, self._table())
 
     def figures(self, step: int, values: Mapping[str, Any]) -> None:
         self._latest.update(values)
         self._bar.update(self._task, completed=step)
-        self._live.update(Group(self._bar, self._table()))
+        self._live.update(self._steps())
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

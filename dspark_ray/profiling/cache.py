@@ -15,7 +15,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dspark_ray.core.clock import SystemClock
 from dspark_ray.core.config import AppConfig
@@ -26,6 +25,7 @@ from dspark_ray.core.types import VerificationMode
 from dspark_ray.engine.build import TargetLoader, build_engine
 from dspark_ray.engine.canary import warn_if_drafter_is_dead
 from dspark_ray.engine.engine import Engine
+from dspark_ray.observability.progress import progress as shown
 from dspark_ray.profiling.identity import table_identity
 from dspark_ray.profiling.profile import OnProgress, ProfileSettings, profile_engine
 from dspark_ray.scheduling.step_table import StepTable
@@ -170,16 +170,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _shown(progress: bool) -> Iterator[OnProgress]:
-    """A bar on a terminal, two lines elsewhere, nothing if not wanted."""
+    """A bar on a terminal, lines elsewhere, nothing if not wanted."""
     console, clock = Console(stderr=True, quiet=not progress, highlight=False), SystemClock()
     title = f"Measuring step times for the step table (once, about {ProfileSettings().max_s:.0f} s)"
     started_ms = clock.now_ms()
-    if console.is_terminal and progress:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(title, total=1.0)
-            yield lambda share: bar.update(task, completed=share)
-    else:
+    if not (console.is_terminal and progress):
         console.print(f"{title} ...")
-        yield lambda share: None
+    with shown(title, console) as tell:
+        yield lambda share: tell(share, "")
     console.print(f"Measured step times in {(clock.now_ms() - started_ms) / 1e3:.0f} s")

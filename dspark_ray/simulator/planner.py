@@ -26,7 +26,7 @@ from dspark_ray.simulator.policy import SpeculationSettings
 from dspark_ray.simulator.run import Setting, prepare, simulate, speculation_settings
 from dspark_ray.simulator.scenario import Scenario
 
-OnStage = Callable[[str], None]
+OnProgress = Callable[[float, str], None]  # the finished share, and what is done now
 
 _MOST_GROWTHS = 6  # rounds in which a fleet that misses its target grows by a tenth, or by one replica
 
@@ -133,7 +133,7 @@ def plan(
     fixed: Sequence[int] | None = None,
     fleet_policies: Sequence[str] = (),
     check: bool = True,
-    on_stage: OnStage | None = None,
+    on_progress: OnProgress | None = None,
 ) -> tuple[list[Answer], list[Curve]]:
     """Every candidate on every kind of replica, cheapest first, and the curves that they were sized by.
 
@@ -144,16 +144,22 @@ def plan(
     under = {policy: scenario.under(policy) for policy in fleet_policies}
     prepared = prepare(scenario)
     curves, answers = [], []
-    for kind in range(len(prepared.machines)):
-        for candidate in candidates(scenario.speculation.num_draft_tokens, fixed, fleet_policies):
-            _tell(on_stage, f"{candidate.name} on kind {kind + 1}")
-            mine, setting = scenario, prepared
-            if candidate.fleet_policy is not None:
-                mine = under[candidate.fleet_policy]
-                setting = replace(prepared, settings=speculation_settings(mine))
-            found = curve(mine, setting, candidate, kind)
-            curves.append(found)
-            answers.append(_answer(mine, setting, found, target, check))
+    compared = candidates(scenario.speculation.num_draft_tokens, fixed, fleet_policies)
+    pairs = [(kind, candidate) for kind in range(len(prepared.machines)) for candidate in compared]
+    for number, (kind, candidate) in enumerate(pairs):
+
+        def tell(share: float, what: str, number: int = number, name: str = candidate.name) -> None:
+            if on_progress is not None:
+                on_progress((number + share) / len(pairs), f"{name}: {what}")
+
+        tell(0.0, "its load on paper")
+        mine, setting = scenario, prepared
+        if candidate.fleet_policy is not None:
+            mine = under[candidate.fleet_policy]
+            setting = replace(prepared, settings=speculation_settings(mine))
+        found = curve(mine, setting, candidate, kind)
+        curves.append(found)
+        answers.append(_answer(mine, setting, found, target, check, tell))
     answers.sort(
         key=lambda a: (a.replicas is None, a.cost_per_hour, a.replicas or 0, -(a.slo_attainment or 0))
     )
@@ -170,7 +176,9 @@ def capacity(scenario: Scenario, setting: Setting, found: Curve) -> ReplicaCapac
     return ReplicaCapacity(points, _mean(setting, "outputs") - 1, engine.max_running, engine.max_waiting)
 
 
-def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, check: bool) -> Answer:
+def _answer(
+    scenario: Scenario, setting: Setting, found: Curve, target: float, check: bool, tell: OnProgress
+) -> Answer:
     spec = scenario.replicas[found.kind]
     machine = setting.machines[found.kind]
     sized = [(point, *_service(setting, machine, point)) for point in found.points]
@@ -187,7 +195,7 @@ def _answer(scenario: Scenario, setting: Setting, found: Curve, target: float, c
     count = int(np.ceil(peak * service_s))
     attainment = goodput = reached = None
     if meeting and check:
-        count, figures = _grown(scenario, found, count, target)
+        count, figures = _grown(scenario, found, count, target, tell)
         attainment, goodput = figures["slo_attainment"], figures["goodput_tokens_per_s"]
         reached = _targets_reached(figures["tasks"])
     cost = spec.price_per_hour * count
@@ -227,11 +235,16 @@ def _targets_reached(tasks: dict[str, dict[str, Any]]) -> float | None:
     return sum(task["answers"] * task["reached_target"] for task in owed) / total if total else None
 
 
-def _grown(scenario: Scenario, found: Curve, count: int, target: float) -> tuple[int, dict[str, Any]]:
+def _grown(
+    scenario: Scenario, found: Curve, count: int, target: float, tell: OnProgress
+) -> tuple[int, dict[str, Any]]:
     """The fleet size that meets the target in traffic, and what the simulation said of it."""
     figures: dict[str, Any] = {}
     for growth in range(_MOST_GROWTHS + 1):
-        figures = simulate(_with_fleet(scenario, found, count)).figures
+        what = f"{count} replicas in traffic"
+        figures = simulate(
+            _with_fleet(scenario, found, count), on_progress=lambda share, what=what: tell(share, what)
+        ).figures
         if figures["slo_attainment"] >= target or growth == _MOST_GROWTHS:
             break
         count = max(count + 1, round(1.1 * count))
@@ -282,8 +295,3 @@ def _peak_rate(scenario: Scenario) -> float:
     arrivals = scenario.arrivals
     assert arrivals.rate_per_s is not None
     return arrivals.rate_per_s * (1 + arrivals.swing if arrivals.kind == "diurnal" else 1.0)
-
-
-def _tell(on_stage: OnStage | None, what: str) -> None:
-    if on_stage is not None:
-        on_stage(what)

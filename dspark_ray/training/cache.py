@@ -24,6 +24,7 @@ from dspark_ray.training.target import FrozenTarget
 logger = logging.getLogger(__name__)
 
 SHARD_SAMPLES = 32  # also how much work a request to stop may wait for
+OnProgress = Callable[[float], None]  # the finished share in [0, 1]
 _ARRAYS = ("tokens", "taps", "top_ids", "top_probs", "index", "temperature")
 
 
@@ -154,13 +155,18 @@ class TargetCache:
         max_bytes: int,
         skip_bad_lines: bool = True,
         stop: Callable[[], bool] = lambda: False,
+        on_progress: OnProgress = lambda share: None,
     ) -> int:
         """Run the target over new lines of `sources` and append them; returns how many sequences came.
 
         Ends early, between shards, when `stop()` turns true or `max_bytes` is reached. Bad lines are logged
-        and skipped, or raise `DataError`.
+        and skipped, or raise `DataError`. `on_progress` is told the finished share of the new bytes, line by
+        line.
         """
         before = len(self)
+        known: dict[str, int] = self._manifest["sources"]
+        new = {path: max(0, path.stat().st_size - known.get(str(path), 0)) for path in sources}
+        total, earlier = max(1, sum(new.values())), 0
         vocab_size = target.head_weight.shape[0]
         for path in sources:
             while not stop() and self.num_bytes < max_bytes:
@@ -177,9 +183,15 @@ class TargetCache:
                 if result.next_byte == start:
                     break
                 samples = list(zip(result.offsets, result.samples, strict=True))
-                self._append(path, samples, target, layer_ids, top_k, skip_bad_lines)
+
+                def tell(byte: int, done: int = earlier - start) -> None:
+                    on_progress(min(1.0, (done + byte) / total))
+
+                self._append(path, samples, target, layer_ids, top_k, skip_bad_lines, tell)
+                earlier += result.next_byte - start
                 self._manifest["sources"][str(path)] = result.next_byte
                 self._write_manifest()
+                on_progress(min(1.0, earlier / total))
         return len(self) - before
 
     def _append(
@@ -190,10 +202,12 @@ class TargetCache:
         layer_ids: tuple[int, ...],
         top_k: int,
         skip_bad_lines: bool,
+        tell: Callable[[int], None],
     ) -> None:
-        """One shard of a file's samples, each with the byte at which its line starts."""
+        """One shard of a file's samples, each with its line's first byte, which `tell` is told."""
         offsets, rows = [], []
         for offset, sample in samples:
+            tell(offset)
             try:
                 rows.append((sample, _run_target(sample, target, layer_ids, top_k)))
             except ValueError as error:

@@ -10,5 +10,8 @@ class Observer:
     def figures(self, step: int, values: Mapping[str, Any]) -> None:
         """What a log line holds; of what was validated, only the first process knows."""
 
+    def caching(self, share: float) -> None:
+        """The first process has run the target over this share of the new data."""
+
     def saved(self, step: int) -> None:
         """The first process has written state and checkpoint."""

@@ -22,6 +22,7 @@ import torch
 
 from dspark_ray.core.errors import ArtefactError, ConfigError
 from dspark_ray.models.drafters.checkpoint import save_checkpoint
+from dspark_ray.observability.progress import NowAndThen
 from dspark_ray.training.cache import TargetCache
 from dspark_ray.training.config import TrainingConfig, load_training_config
 from dspark_ray.training.forward import share_weights
@@ -111,6 +112,7 @@ class Run:
                 max_bytes=int(config.max_gb * 1e9),
                 skip_bad_lines=self.config.bad_data == "skip",
                 stop=self.should_stop,
+                on_progress=self._caching(),
             )
         self._ranks.wait()
         if not self._ranks.is_first:
@@ -127,6 +129,18 @@ class Run:
         self.held_out = [self.cache.sequence(number) for number in held_out]
         self._training = [number for number in range(len(self.cache)) if number % every]
         self._lengths = torch.tensor([self.cache.length(number) for number in self._training])
+
+    def _caching(self) -> Callable[[float], None]:
+        """Tells the observers, and the log now and then, how much of the new data is cached."""
+        pause = NowAndThen()
+
+        def tell(share: float) -> None:
+            for observer in self._observers:
+                observer.caching(share)
+            if pause.due():
+                logger.info("cache: %.0f%% of the new data after %.0f s", 100 * share, pause.elapsed_s)
+
+        return tell
 
     def loop(self) -> None:
         """Train until the last step, the end of the time or a request to stop; then validate and save."""

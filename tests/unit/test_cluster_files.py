@@ -112,3 +112,36 @@ def test_its_state_lies_in_the_redis_beside_it(service: dict[str, Any]) -> None:
     assert "--appendonly yes" in pod["command"][-1]
     selected = redis["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
     assert selected == redis["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
+
+
+def test_grafana_finds_what_compose_mounts() -> None:
+    (compose,) = documents(CLUSTER / "compose.yaml")
+    services = compose["services"]
+    mounts = [m for s in services.values() for m in s["volumes"] if isinstance(m, str)]
+    inside = {target: CLUSTER / source for source, target, _ in (mount.split(":") for mount in mounts)}
+    assert all(source.is_dir() for source in inside.values())
+    grafana = services["grafana"]["environment"]
+    home = Path(grafana["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    assert (inside[str(home.parent)] / home.name).is_file()
+    (provided,) = documents(CLUSTER / "grafana/provisioning/dashboards/dspark-ray.yaml")
+    assert provided["providers"][0]["options"]["path"] in inside
+    (sources,) = documents(CLUSTER / "grafana/provisioning/datasources/prometheus.yaml")
+    assert sources["datasources"][0]["url"] == "${PROMETHEUS_URL}"
+    listens = next(
+        word for word in services["prometheus"]["command"] if word.startswith("--web.listen-address=")
+    )
+    assert grafana["PROMETHEUS_URL"] == "http://" + listens.removeprefix("--web.listen-address=")
+
+
+def test_compose_has_the_folder_in_which_ray_says_where_its_metrics_are() -> None:
+    (prometheus,) = documents(CLUSTER / "prometheus" / "prometheus.yaml")
+    files = [
+        path
+        for job in prometheus["scrape_configs"]
+        for found in job.get("file_sd_configs", ())
+        for path in found["files"]
+    ]
+    (compose,) = documents(CLUSTER / "compose.yaml")
+    (mount,) = (m for m in compose["services"]["prometheus"]["volumes"] if isinstance(m, dict))
+    assert mount["source"] == mount["target"]  # a link in it leads to a place with the same name
+    assert [str(Path(path).parent) for path in files] == [mount["target"]]

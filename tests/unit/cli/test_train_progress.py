@@ -29,6 +29,20 @@ def test_the_latest_figures_are_shown() -> None:
     assert "acceptance_greedy" not in last
 
 
+def test_the_cache_has_a_bar_while_it_grows() -> None:
+    screen = io.StringIO()
+    with Live(console=Console(file=screen, force_terminal=True, width=100)) as live:
+        display = TrainingDisplay(live, total_steps=10)
+        display.caching(0.5)
+        live.refresh()
+        assert "caching" in screen.getvalue()
+        display.caching(1.0)
+        seen = len(screen.getvalue())
+        live.refresh()
+    assert "0/10" in screen.getvalue()[seen:]
+    assert "caching" not in screen.getvalue()[seen:]
+
+
 def test_tensorboard_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dspark_ray.training.tensorboard import TensorBoardLog
 

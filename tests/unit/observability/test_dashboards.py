@@ -8,8 +8,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import promql_parser
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 from ray import serve
 
 from dspark_ray.observability.metrics import METRICS, Fleet, Kind, Metric
@@ -35,6 +39,17 @@ def dashboard_queries() -> list[str]:
 def rules() -> list[dict[str, Any]]:
     document = yaml.safe_load((CLUSTER / "prometheus" / "alerts.yaml").read_text())
     return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+def lost(ours: Any, theirs: Any, where: str = "") -> list[str]:
+    """What of `ours` is not, or is otherwise, in `theirs`, which may have more."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        found = [lost(value, theirs.get(key), f"{where}.{key}") for key, value in ours.items()]
+    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        found = [lost(*pair, f"{where}[{i}]") for i, pair in enumerate(zip(ours, theirs, strict=True))]
+    else:
+        found = [] if ours == theirs else [[where]]
+    return [path for paths in found for path in paths]
 
 
 @functools.cache
@@ -67,6 +82,25 @@ def test_a_query_asks_for_metrics_that_exist(query: str) -> None:
         assert metric is not None, name
         counted = re.search(rf"\b(?:rate|increase)\({name}\b", query) is not None
         assert counted == (metric.kind is not Kind.GAUGE), f"{name} is a {metric.kind}"
+
+
+@pytest.mark.parametrize("query", [*dashboard_queries(), *(rule["expr"] for rule in rules())])
+def test_a_query_is_one(query: str) -> None:
+    """Variables as Grafana fills them in; what a variable's own query wraps is taken out of it."""
+    filled = re.sub(r"^label_values\((.*), \w+\)$", r"\1", query).replace("$__rate_interval", "1m")
+    promql_parser.parse(re.sub(r"\$(application|replica)", ".*", filled))
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_grafanas_own_types_know_every_field(path: Path) -> None:
+    """Read into the types that Grafana publishes and written again: a key that they do not know is lost."""
+    plugins.register_default_plugins()
+    ours = json.loads(path.read_text())
+    assert lost(ours, json.loads(JSONEncoder().encode(Dashboard.from_json(ours)))) == []
+    misspelt = json.loads(path.read_text())
+    misspelt["panels"][1]["fieldConfig"]["defaults"]["unti"] = "ms"
+    again = json.loads(JSONEncoder().encode(Dashboard.from_json(misspelt)))
+    assert lost(misspelt, again) == [".panels[1].fieldConfig.defaults.unti"]
 
 
 @pytest.mark.parametrize("name", ["dspark_nothing", "ray_dspark_drafts", "dspark_draft_budget_tokens_bucket"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dspark_ray.core.errors import ArtefactError
-from dspark_ray.training.cache import TargetCache, top_probabilities
+from dspark_ray.training.cache import SHARD_SAMPLES, TargetCache, top_probabilities
 from dspark_ray.training.target import TransformersTarget
 from tests.tiny import tiny_model_dir
 from tests.unit.training.conftest import TOP_K, VOCAB_SIZE, write_samples
@@ -42,6 +42,22 @@ def test_sequence_holds_taps_and_probabilities(tmp_path: Path, target: Transform
     probs = out.logits[0].softmax(-1)[8:21]
     torch.testing.assert_close(sequence.top_probs, probs.gather(1, sequence.top_ids), atol=1e-3, rtol=2e-3)
     torch.testing.assert_close(sequence.top_probs, probs.topk(TOP_K).values, atol=1e-3, rtol=2e-3)
+
+
+def test_progress_is_of_the_new_bytes(tmp_path: Path, target: TransformersTarget) -> None:
+    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
+    write_samples(first, SHARD_SAMPLES + 2)
+    cache = TargetCache(tmp_path / "cache", SPEC)
+    extend(cache, first, target)
+    write_samples(first, 3, seed=1)
+    write_samples(second, 3, seed=2)
+    shares: list[float] = []
+    settings = {"layer_ids": LAYERS, "top_k": TOP_K, "max_length": 64, "max_bytes": 10**9}
+    cache.extend([first, second], target, **settings, on_progress=shares.append)
+    assert shares == sorted(shares)
+    assert shares[0] == 0.0
+    assert shares[-1] == 1.0
+    assert len(shares) == 3 + 1 + 3 + 1
 
 
 def test_growth_and_reopening(tmp_path: Path, target: TransformersTarget) -> None:
