@@ -25,6 +25,7 @@ class Run:
     status: int = 0
     less: Replacements = ()  # what stands there → what is run: a smaller load, a tiny model, another port
     makes: tuple[str, ...] = ()  # files that are there afterwards
+    after: tuple[str, ...] = ()  # commands whose files it reads
     long: bool = False  # not in continuous integration: `make test-docs`
     served: bool = False  # asks the server that `make serve` started
     typed: str = ""  # what the user types into it
@@ -70,6 +71,12 @@ _MAKE = ("make ", "make -o pyproject.toml -o {venv}/.installed VENV={venv} ")  #
 _ONE_ROUND = " --rounds 1 --max-tokens 8 --name tried"
 _OFF = ' --systems "dspark-ray off"'
 
+_OPENINGS = "--openings configs/training/openings/general.yaml"
+_DATA = f"dspark-ray generate-data runs/data/a.jsonl --minutes 120 {_OPENINGS}"
+_FIRST_DATA = f"dspark-ray generate-data runs/data/first.jsonl --minutes 3 --concurrency 16 {_OPENINGS}"
+_HELD_OUT = f"dspark-ray generate-data runs/held-out.jsonl --minutes 5 --seed 1 {_OPENINGS}"
+_TRAIN = f"dspark-ray train {_TRAINING} --minutes 240"
+
 TABLE: Mapping[str, Treatment] = {
     # README.md, docs/index.md
     "make serve": Serves("/ready", less=(_MAKE, ("serve", "serve CONFIG=served.yaml PORT={port}"))),
@@ -83,23 +90,24 @@ TABLE: Mapping[str, Treatment] = {
     "dspark-ray top": Run("tokens/s", less=(("top", "top --once --url {url}"),), served=True),
     "dspark-ray bench --help": Run("--concurrency"),
     # docs/drafters.md, in its order: data, training, evaluation, calibration.
-    "dspark-ray generate-data runs/data/a.jsonl --minutes 120 --openings "
-    "configs/training/openings/general.yaml": Run(
+    _DATA: Run(
         less=(("--minutes 120", "--minutes .05"), (" --openings", _TINY_WRITER)), makes=("runs/data/a.jsonl",)
     ),
     "dspark-ray generate-data runs/data/mine.jsonl --prompts users.jsonl --minutes 120": Run(
         less=(("--minutes 120", "--minutes .05 --model {tiny_model}"),), makes=("runs/data/mine.jsonl",)
     ),
-    f"dspark-ray train {_TRAINING} --minutes 240": Run(
+    _TRAIN: Run(
         "runs/smollm2-dspark-block7/checkpoint",
         less=_TINY_TRAINING,
+        after=(_DATA,),
         makes=("runs/smollm2-dspark-block7/checkpoint/model.safetensors",),
     ),
     "torchrun --nproc-per-node 2 -m dspark_ray.training.trainer CONFIG.yaml": Run(
-        less=(("CONFIG.yaml", "tiny-training.yaml"), ("torchrun", "torchrun --standalone")), long=True
+        less=(("CONFIG.yaml", "tiny-training.yaml"), ("torchrun", "torchrun --standalone")),
+        after=(_DATA,),
+        long=True,
     ),
-    "dspark-ray generate-data runs/data/first.jsonl --minutes 3 --concurrency 16 --openings "
-    "configs/training/openings/general.yaml": Run(
+    _FIRST_DATA: Run(
         less=(
             ("--minutes 3 --concurrency 16", "--minutes .05"),
             (" --openings", _TINY_WRITER),
@@ -109,31 +117,38 @@ TABLE: Mapping[str, Treatment] = {
     f"dspark-ray train {_TRAINING} --minutes 5": Run(
         "runs/smollm2-dspark-block7/checkpoint",
         less=_TINY_TRAINING,  # done already: nothing is left to train
+        after=(_DATA,),
     ),
     f"dspark-ray evaluate -c {_DEFAULT} -p runs/data/first.jsonl -d runs/smollm2-dspark-block7/checkpoint "
-    "--limit 8": Run(r"\btau\b", less=(*_TINY, ("--limit 8", "--limit 4 --max-tokens 8"))),
+    "--limit 8": Run(
+        r"\btau\b", less=(*_TINY, ("--limit 8", "--limit 4 --max-tokens 8")), after=(_FIRST_DATA, _TRAIN)
+    ),
     "dspark-ray train CONFIG.yaml --ray --workers 2 --cpus-per-worker 4 --max-failures 3": Run(
         less=(("CONFIG.yaml", "tiny-training.yaml"), ("--cpus-per-worker 4", "--cpus-per-worker 1")),
+        after=(_DATA,),
         long=True,
     ),
-    "dspark-ray generate-data runs/held-out.jsonl --minutes 5 --seed 1 --openings "
-    "configs/training/openings/general.yaml": Run(
+    _HELD_OUT: Run(
         less=(("--minutes 5", "--minutes .05"), (" --openings", _TINY_WRITER)), makes=("runs/held-out.jsonl",)
     ),
     f"dspark-ray evaluate -c {_DEFAULT} -p runs/held-out.jsonl -d runs/smollm2-dspark-block7/checkpoint": Run(
-        r"\btau\b", less=(*_TINY, ("evaluate", "evaluate" + _FEW))
+        r"\btau\b", less=(*_TINY, ("evaluate", "evaluate" + _FEW)), after=(_HELD_OUT, _TRAIN)
     ),
     f"dspark-ray evaluate -c {_DEFAULT} -p a.jsonl -p b.jsonl -d runs/x/checkpoint -d ngram --temperature 0 "
     "--temperature 1": Run(
         "ngram",
         less=(*_TINY, ("evaluate", "evaluate" + _FEW), ("runs/x/", "runs/smollm2-dspark-block7/")),
+        after=(_TRAIN,),
     ),
     f"dspark-ray evaluate -c {_DEFAULT} -p a.jsonl --threshold 0 --threshold 0.1 --threshold 0.3 --threshold "
-    "0.5 --png t.png": Run("survival ≥", less=(*_TINY, ("evaluate", "evaluate" + _FEW)), makes=("t.png",)),
+    "0.5 --png t.png": Run(
+        "survival ≥", less=(*_TINY, ("evaluate", "evaluate" + _FEW)), makes=("t.png",), after=(_TRAIN,)
+    ),
     f"dspark-ray calibrate -c {_DEFAULT} -d runs/smollm2-dspark-block7/checkpoint -p "
     "runs/held-out.jsonl": Run(
         "ECE",
         less=(*_TINY, ("calibrate", "calibrate --limit 64 --max-tokens 32")),
+        after=(_HELD_OUT, _TRAIN),
         makes=("runs/smollm2-dspark-block7/checkpoint/temperatures.json",),
     ),
     f"python benchmarks/drafters/online.py {_DEFAULT} --learn self-written.jsonl --judge mt-bench.jsonl": Run(
@@ -152,7 +167,7 @@ TABLE: Mapping[str, Treatment] = {
     "dspark-ray swap-drafter": Run("trial", less=(_SWAP,), served=True),
     "dspark-ray swap-drafter --promote": Run("promoted", less=(_SWAP,), served=True),
     f"python benchmarks/drafters/compare.py {_TRAINING} --steps 1000 --output runs/contest": Run(
-        less=(*_TINY_TRAINING, ("--steps 1000", "--steps 4 --name tried")), long=True
+        less=(*_TINY_TRAINING, ("--steps 1000", "--steps 4 --name tried")), after=(_DATA,), long=True
     ),
     "python benchmarks/drafters/throughput.py --threads 2": Run(
         less=(("--threads 2", "--threads 2 --rounds 1 --steps 1 --kinds dspark"),), long=True
@@ -162,6 +177,7 @@ TABLE: Mapping[str, Treatment] = {
             *_TINY_TRAINING,
             ("--minutes 20", "--minutes 2 --steps 4 --depths 1 --lengths 4 --name tried"),
         ),
+        after=(_DATA,),
         long=True,
     ),
     # docs/simulate.md

@@ -241,14 +241,16 @@ def _grown(
     """The fleet size that meets the target in traffic, and what the simulation said of it."""
     figures: dict[str, Any] = {}
     for growth in range(_MOST_GROWTHS + 1):
-        what = f"{count} replicas in traffic"
-        figures = simulate(
-            _with_fleet(scenario, found, count), on_progress=lambda share, what=what: tell(share, what)
-        ).figures
+        fleet = _with_fleet(scenario, found, count)
+        figures = simulate(fleet, on_progress=_noting(tell, f"{count} replicas in traffic")).figures
         if figures["slo_attainment"] >= target or growth == _MOST_GROWTHS:
             break
         count = max(count + 1, round(1.1 * count))
     return count, figures
+
+
+def _noting(tell: OnProgress, note: str) -> Callable[[float], None]:
+    return lambda share: tell(share, note)
 
 
 def _with_fleet(scenario: Scenario, found: Curve, count: int) -> Scenario:

@@ -248,6 +248,11 @@ def test_it_runs(
 ) -> None:
     if how.needs and shutil.which(how.needs, path=workspace.environment()["PATH"]) is None:
         pytest.skip(f"no {how.needs} here")
+    for earlier in how.after:
+        made_by = TABLE[earlier]
+        assert isinstance(made_by, Run)
+        if not all((workspace.folder / path).exists() for path in made_by.makes):
+            test_it_runs(earlier, made_by, workspace, request, monkeypatch)
     port = httpx.URL(request.getfixturevalue("server")).port if how.served else None
     values = workspace.values(port or 0)
     line = filled(command, how.less, values)

@@ -19,6 +19,7 @@ import typer
 import yaml
 
 from dspark_ray.cli.main import app
+from dspark_ray.core.config import parse_app_config
 from tests.documented import TABLE, Elsewhere, Run, Serves, filled
 from tests.documents import PAGES, ROOT, all_commands, blocks
 
@@ -125,6 +126,13 @@ def test_blocks_of_code_say_their_language() -> None:
     for page in PAGES:
         for block in blocks(page):
             assert block.language in known, f"{block.page}:{block.line}: ```{block.language}"
+
+
+def test_parts_of_a_configuration_are_valid() -> None:
+    shown = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
+    assert len(shown) > 5
+    for block in shown:
+        parse_app_config(yaml.safe_load(block.text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
