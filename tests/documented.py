@@ -91,7 +91,9 @@ TABLE: Mapping[str, Treatment] = {
     "dspark-ray bench --help": Run("--concurrency"),
     # docs/drafters.md, in its order: data, training, evaluation, calibration.
     _DATA: Run(
-        less=(("--minutes 120", "--minutes .05"), (" --openings", _TINY_WRITER)), makes=("runs/data/a.jsonl",)
+        r"\d+ texts, .* answer tokens written to runs/data/a.jsonl",
+        less=(("--minutes 120", "--minutes .05"), (" --openings", _TINY_WRITER)),
+        makes=("runs/data/a.jsonl",),
     ),
     "dspark-ray generate-data runs/data/mine.jsonl --prompts users.jsonl --minutes 120": Run(
         less=(("--minutes 120", "--minutes .05 --model {tiny_model}"),), makes=("runs/data/mine.jsonl",)

@@ -30,6 +30,7 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.models.fetch import resolve_model
 from dspark_ray.models.prompts import read_prompts
 from dspark_ray.models.tokenizer import Tokenizer
+from dspark_ray.observability.progress import progress
 from dspark_ray.training.answers import answer_prompts, answered_lines
 
 logger = logging.getLogger(__name__)
@@ -144,24 +145,30 @@ class SelfWriter:
         return request_id
 
 
-def write_samples(out: Path, samples: Iterator[dict[str, object]], report_every_s: float = 20.0) -> None:
-    """Appends samples to `out`, with a progress line now and then."""
+@dataclass(slots=True)
+class Written:
+    """How much a run has appended so far."""
+
+    num_samples: int = 0
+    num_tokens: int = 0  # of answers
+
+    def __str__(self) -> str:
+        return f"{self.num_samples:,} texts, {self.num_tokens:,} answer tokens"
+
+
+def write_samples(out: Path, samples: Iterator[dict[str, object]], written: Written | None = None) -> Written:
+    """Appends samples to `out`, and counts them in `written` while it goes."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    started = last = time.monotonic()
-    num_samples = num_tokens = 0
+    written = written or Written()
     with out.open("a", encoding="utf-8") as file:
         for sample in samples:
             file.write(json.dumps(sample) + "\n")
             file.flush()
-            num_samples += 1
             response = sample["response_ids"]
             assert isinstance(response, list)
-            num_tokens += len(response)
-            now = time.monotonic()
-            if now - last > report_every_s:
-                last = now
-                rate = num_tokens / (now - started)
-                print(f"{num_samples} samples, {num_tokens} answer tokens, {rate:.0f} tokens/s", flush=True)
+            written.num_samples += 1
+            written.num_tokens += len(response)
+    return written
 
 
 def _report(message: str) -> None:
@@ -208,7 +215,7 @@ def main(arguments: Sequence[str] | None = None, start_ranks: StartRanks | None 
         ),
         speculation=SpeculationConfig(mode=VerificationMode.OFF),
     )
-    tokenizer, ends = Tokenizer.load(model_dir), time.monotonic() + options.minutes * 60
+    tokenizer, began, limit_s = Tokenizer.load(model_dir), time.monotonic(), options.minutes * 60
     on_bad_line = _report if options.bad_data == "skip" else None
     prompts = []
     if options.prompts is not None:
@@ -216,24 +223,30 @@ def main(arguments: Sequence[str] | None = None, start_ranks: StartRanks | None 
     ranks = None if start_ranks is None else start_ranks(config, model_dir)
     engine = build_engine(config, model_dir=model_dir, load=None if ranks is None else ranks.load)
 
-    def keep_going() -> bool:
-        return time.monotonic() < ends
+    written = Written()
+    with progress(f"writing {options.out}") as tell:
 
-    if options.prompts is None:
-        samples = SelfWriter(engine, tokenizer, settings).samples(keep_going)
-    else:
-        answered = answered_lines(options.out)
-        samples = answer_prompts(
-            engine,
-            [prompt for prompt in prompts if prompt.line not in answered],
-            temperatures=settings.temperatures,
-            max_tokens=settings.max_answer_tokens,
-            seed=settings.seed,
-            concurrency=settings.concurrency,
-            keep_going=keep_going,
-            on_bad_line=on_bad_line,
-        )
-    write_samples(options.out, samples)
+        def keep_going() -> bool:
+            passed_s = time.monotonic() - began
+            tell(min(1.0, passed_s / limit_s), str(written))
+            return passed_s < limit_s
+
+        if options.prompts is None:
+            samples = SelfWriter(engine, tokenizer, settings).samples(keep_going)
+        else:
+            answered = answered_lines(options.out)
+            samples = answer_prompts(
+                engine,
+                [prompt for prompt in prompts if prompt.line not in answered],
+                temperatures=settings.temperatures,
+                max_tokens=settings.max_answer_tokens,
+                seed=settings.seed,
+                concurrency=settings.concurrency,
+                keep_going=keep_going,
+                on_bad_line=on_bad_line,
+            )
+        write_samples(options.out, samples, written)
+    print(f"{written} written to {options.out}", flush=True)
     if ranks is not None:
         ranks.close()
 

@@ -1,5 +1,6 @@
 """Self-written data: openings are continued, endings appended, and wrong files refused."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dspark_ray.training.generate import (
     GenerationSettings,
     Opening,
     SelfWriter,
+    Written,
     load_openings,
     write_samples,
 )
@@ -105,6 +107,20 @@ def test_given_prompts_are_answered_once_each_and_resumed(tmp_path: Path) -> Non
     assert not result.errors
     assert sorted(map(tuple, (p.token_ids for p in prompts))) == sorted(s.prompt_ids for s in result.samples)
     assert {s.temperature for s in result.samples} == {0.0, 1.0}
+
+
+def test_what_was_written_is_counted_while_it_is(tmp_path: Path) -> None:
+    written, seen = Written(), []
+
+    def samples() -> Iterator[dict[str, object]]:
+        for length in (2, 3):
+            seen.append(str(written))
+            yield {"response_ids": [1] * length}
+
+    write_samples(tmp_path / "new" / "data.jsonl", samples(), written)
+    assert seen == ["0 texts, 0 answer tokens", "1 texts, 2 answer tokens"]
+    assert str(written) == "2 texts, 5 answer tokens"
+    assert len((tmp_path / "new" / "data.jsonl").read_text().splitlines()) == 2
 
 
 def test_prompts_that_cannot_be_answered_are_named(tmp_path: Path) -> None:
