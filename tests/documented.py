@@ -92,11 +92,11 @@ TABLE: Mapping[str, Treatment] = {
     # docs/drafters.md, in its order: data, training, evaluation, calibration.
     _DATA: Run(
         r"\d+ texts, .* answer tokens written to runs/data/a.jsonl",
-        less=(("--minutes 120", "--minutes .05"), (" --openings", _TINY_WRITER)),
+        less=(("--minutes 120", "--minutes .1"), (" --openings", _TINY_WRITER)),
         makes=("runs/data/a.jsonl",),
     ),
     "dspark-ray generate-data runs/data/mine.jsonl --prompts users.jsonl --minutes 120": Run(
-        less=(("--minutes 120", "--minutes .05 --model {tiny_model}"),), makes=("runs/data/mine.jsonl",)
+        less=(("--minutes 120", "--minutes .5 --model {tiny_model}"),), makes=("runs/data/mine.jsonl",)
     ),
     _TRAIN: Run(
         "runs/smollm2-dspark-block7/checkpoint",

@@ -31,6 +31,7 @@ from dspark_ray.cli.main import app
 from tests.documented import TABLE, Run, Serves, filled
 from tests.documents import PAGES, ROOT, blocks
 from tests.tiny import tiny_chat_model_dir
+from tests.unit.training.conftest import write_samples
 
 pytestmark = pytest.mark.e2e
 
@@ -48,6 +49,8 @@ LINKED = (
     "pyproject.toml",
 )
 PROMPT_FILES = ("users", "a", "b", "mt-bench", "self-written", "prompts")
+# Data to which commands append: how much they write themselves depends on what else the machine does.
+WRITTEN_BEFORE = ("data/earlier.jsonl", "data/first.jsonl", "held-out.jsonl")
 QUESTIONS = ("Count from one to ten.", "Why is the sky blue?", "Name three colours.", "What is a tree?")
 SHIPPED = ROOT / "models" / "smollm2-135m-dspark-block7"
 
@@ -89,7 +92,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
         (folder / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=shutil.ignore_patterns("results"))
     shutil.copy(ROOT / ".pre-commit-config.yaml", folder)
-    (folder / "runs").mkdir()
+    (folder / "runs" / "data").mkdir(parents=True)
+    for name in WRITTEN_BEFORE:
+        write_samples(folder / "runs" / name, 64)
     subprocess.run(["git", "init", "--quiet", str(folder)], check=True)
     for name in PROMPT_FILES:
         lines = (json.dumps({"turns": [question]}) + "\n" for question in QUESTIONS)
@@ -270,11 +275,9 @@ def while_another(line: str, other: str, workspace: Workspace) -> str:
     settings: dict[str, Any] = {"cwd": workspace.folder, "env": workspace.environment(), "text": True}
     waiting = subprocess.Popen(["bash", "-c", "exec " + line], stdout=subprocess.PIPE, **settings)
     try:
-        for _ in range(20):
-            if (
-                waiting.poll() is not None
-                or subprocess.run(["bash", "-c", other], **settings).returncode == 0
-            ):
+        deadline = time.monotonic() + START_S
+        while waiting.poll() is None and time.monotonic() < deadline:
+            if subprocess.run(["bash", "-c", other], **settings).returncode == 0:
                 break
             time.sleep(0.5)
         told, _ = waiting.communicate(timeout=60)
