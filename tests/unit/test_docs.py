@@ -52,10 +52,10 @@ def text_of(page: Path) -> str:
 
 
 def script_calls() -> list[tuple[str, str]]:
-    """Each call of a benchmark in any document: script, arguments."""
-    return sorted(
-        {(script, rest.strip()) for page in PAGES for script, rest in SCRIPT.findall(text_of(page))}
-    )
+    """Each call of a benchmark in any document, and as tests run it with less: script, arguments."""
+    with_less = [filled(line, how.less, {}) for line, how in TABLE.items() if isinstance(how, Run)]
+    texts = [*map(text_of, PAGES), *with_less]
+    return sorted({(script, rest.strip()) for text in texts for script, rest in SCRIPT.findall(text)})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
