@@ -191,12 +191,12 @@ TABLE: Mapping[str, Treatment] = {
     ),
     "python benchmarks/simulator/validate.py --prompts prompts.jsonl": Run(
         less=(
-            ("validate.py", "validate.py --concurrency 1 2 --limit 2 --rounds 1 --max-tokens 8 --name tried"),
+            ("validate.py", "validate.py --concurrency 1 2 --limit 4 --rounds 1 --max-tokens 48 --name tried"),
         ),
         long=True,
     ),
     "python benchmarks/simulator/confirm_plan.py --prompts prompts.jsonl --tpot 25": Run(
-        less=(("--tpot 25", "--tpot 60 --shares 0.5 --seconds 5 --limit 4 --max-tokens 8 --name tried"),),
+        less=(("--tpot 25", "--tpot 60 --shares 0.5 --seconds 5 --limit 4 --name tried"),),
         long=True,
     ),
     # docs/results.md
