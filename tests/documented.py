@@ -191,7 +191,8 @@ TABLE: Mapping[str, Treatment] = {
     ),
     "python benchmarks/simulator/validate.py --prompts prompts.jsonl": Run(
         less=(
-            ("validate.py", "validate.py --concurrency 1 2 --limit 4 --rounds 1 --max-tokens 48 --name tried"),
+            ("validate.py", "validate.py --concurrency 1 2 --limit 4"),
+            ("--prompts", "--rounds 1 --max-tokens 48 --name tried --prompts"),
         ),
         long=True,
     ),
