@@ -85,25 +85,31 @@ audit: setup  ## known vulnerabilities of the installed packages (needs the netw
 	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > build/audit/installed.txt
 	build/audit/bin/pip-audit --strict --progress-spinner off --no-deps --disable-pip -r build/audit/installed.txt
 
-test: check fetch  ## check, then the tests with Ray and the real model
+test: check fetch  ## check, the tests with Ray and the real model, then test-lowest
 	$(BIN)/pytest -m "(ray or e2e) and not gpu and not vllm and not docs"
+	@$(MAKE) --no-print-directory test-lowest
 
-# What pyproject.toml states at the least, in an environment of its own: the unit tests, those of floors 0 to 3
-# (docs/architecture.md) among them; LOWEST_TESTS="tests/unit tests/contract" for more. torch is $(LOWEST_TORCH), a
-# CPU build: of 2.11.0, the bound, PyPI has CUDA builds alone, with 3 GB of libraries (LOWEST_TORCH=torch==2.11.0).
+# What pyproject.toml states at the least, in an environment of its own, for what floors 0 to 3 do
+# (docs/architecture.md); LOWEST_TESTS="tests/unit tests/contract" for more. torch is $(LOWEST_TORCH), a CPU build:
+# of 2.11.0, the bound, PyPI has CUDA builds alone, with 3 GB of libraries (LOWEST_TORCH=torch==2.11.0).
 LOWEST := build/lowest
 LOWEST_TORCH ?= torch==2.13.0
-LOWEST_TESTS ?= tests/unit
+LOWEST_TESTS ?= tests/unit/test_*.py $(addprefix tests/unit/,calibration engine observability scheduling simulator) \
+  $(addprefix tests/contract/test_,targets.py engine.py drafters.py drafter_checkpoint.py grammar.py policies.py)
 $(LOWEST)/.installed: pyproject.toml Makefile
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed; name one with PYTHON=..."; exit 1; }
+	@echo "[1/2] $(LOWEST): the lowest versions that pyproject.toml states, with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear $(LOWEST)
 	@$(LOWEST)/bin/python -m pip install --disable-pip-version-check --quiet uv "$(LOWEST_TORCH)"
-	@$(LOWEST)/bin/uv pip compile --quiet --no-header --no-annotate --resolution lowest-direct --extra dev pyproject.toml \
-	  | grep -vE '^(torch|nvidia-.*|cuda-.*|setuptools)==' > $(LOWEST)/versions.txt
+	@$(LOWEST)/bin/uv pip compile -p $(LOWEST)/bin/python --quiet --no-header --no-annotate --resolution lowest-direct \
+	  --extra dev pyproject.toml | grep -vE '^(torch|nvidia-.*|cuda-.*|setuptools)==' > $(LOWEST)/versions.txt
 	@$(LOWEST)/bin/uv pip install --quiet -p $(LOWEST)/bin/python -r $(LOWEST)/versions.txt
 	@touch $@
 
-test-lowest: $(LOWEST)/.installed  ## the unit tests with the lowest versions that pyproject.toml states
-	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -m "not gpu and not ray and not e2e and not vllm" $(LOWEST_TESTS)
+test-lowest: $(LOWEST)/.installed  ## floors 0 to 3 with the lowest versions that pyproject.toml states
+	@echo "[2/2] tests with what $(LOWEST)/versions.txt names"
+	$(LOWEST)/bin/python -m pytest -p no:cacheprovider -m "not gpu and not ray and not e2e and not vllm and not docs" \
+	  $(LOWEST_TESTS)
 
 test-docs: setup fetch  ## the documents' long commands, with smaller loads: half an hour, and the network
 	$(BIN)/pytest -m docs
