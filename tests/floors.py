@@ -38,6 +38,9 @@ _WITH_TORCH = (set(FLOORS) - NO_TORCH) | {KERNELS}
 ALLOWED_IN = {
     "torch": _WITH_TORCH,
     "triton": {KERNELS},
+    "flash_attn": {KERNELS},
+    "flash_attn_interface": {KERNELS},
+    "flashinfer": {KERNELS},
     "safetensors": _WITH_TORCH,
     "transformers": _WITH_TORCH,
     "tokenizers": _WITH_TORCH,

@@ -1,19 +1,20 @@
 """Section `attention`: the Triton kernel against what is installed, for verification's shapes.
 
-SDPA and FlashAttention get their keys gathered and side by side, which costs them nothing here; FlashInfer
-reads the same pages. "best_ratio" is our time over that of the fastest other one.
+SDPA gets its keys gathered and side by side, which costs it nothing here; the libraries are called as the
+engine calls them, over pages (FlashAttention 2 over larger ones, its own rule). "best_ratio" is our time over
+that of the fastest other one.
 """
 
 import sys
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from dspark_kernels.attention import PagedBatch, paged_attention
+from dspark_kernels.attention_libraries import LIBRARIES, AttentionShape, LibraryMissingError, load_library
 from timing import Results, arguments, stream_ms
 from torch import Tensor
 
-PAGE = 16
+PAGE, LARGE_PAGE = 16, 256
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
@@ -35,20 +36,15 @@ def main() -> int:
 
 def compare(requests: int, rows: int, context: int, device: torch.device) -> dict[str, object]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    pages = -(-context // PAGE)
-    tables = torch.randperm(requests * pages, device=device).int().view(requests, pages)
-    cache = torch.randn(2, requests * pages * PAGE, KV_HEADS, DIM, device=device).to(dtype)
+    k, v = torch.randn(2, requests, context, KV_HEADS, DIM, device=device).to(dtype)
     q = torch.randn(requests * rows, HEADS, DIM, device=device).to(dtype)
-    starts = torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=device)
-    lens = torch.full((requests,), context, dtype=torch.int32, device=device)
-    batch = PagedBatch(starts, lens, tables, PAGE, rows, context)
+    cache, batch = in_pages(k, v, rows, PAGE)
     scale = DIM**-0.5
 
     def ours() -> Tensor:
         return paged_attention(q, cache[0], cache[1], batch, scale)
 
-    slots = (tables.long().unsqueeze(-1) * PAGE + torch.arange(PAGE, device=device)).flatten(1)[:, :context]
-    k, v = (part[slots].transpose(1, 2).contiguous() for part in cache)  # [R, KV, S, D]
+    k, v = (part.transpose(1, 2).contiguous() for part in (k, v))  # [R, KV, S, D]
     padded = q.view(requests, rows, HEADS, DIM).transpose(1, 2)
     last = context - rows + torch.arange(rows, device=device)
     mask = torch.arange(context, device=device) <= last[:, None]
@@ -62,17 +58,11 @@ def compare(requests: int, rows: int, context: int, device: torch.device) -> dic
         "triton_ms": stream_ms(ours, device),
         "sdpa_ms": stream_ms(sdpa, device),
     }
-    others: dict[str, Callable[[], Callable[[], object]]] = {
-        "flash_attn_ms": lambda: flash_attention(q, k, v, starts, requests, rows, context, scale),
-        "flashinfer_ms": lambda: flash_infer(q, cache, batch, requests, context, dtype),
-    }
-    for name, make in others.items():
-        try:
-            found[name] = stream_ms(make(), device)
-        except ImportError:
-            found[name] = None  # not installed
-        except Exception as error:  # another version's interface: said, not hidden
-            found[name] = f"{type(error).__name__}: {error}"
+    for name in LIBRARIES:
+        paged = (cache, batch)
+        if name == "flash_attn":
+            paged = in_pages(k.transpose(1, 2), v.transpose(1, 2), rows, LARGE_PAGE)
+        found[f"{name}_ms"] = library_ms(name, q, *paged, scale, expected)
     times = [
         t
         for name, t in found.items()
@@ -83,40 +73,44 @@ def compare(requests: int, rows: int, context: int, device: torch.device) -> dic
     return found
 
 
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, requests: int, rows: int, context: int, scale: float
-) -> Callable[[], object]:
-    from flash_attn import flash_attn_varlen_func
-
-    flat_k, flat_v = (x.transpose(1, 2).reshape(requests * context, KV_HEADS, DIM) for x in (k, v))
-    key_starts = torch.arange(0, requests * context + 1, context, dtype=torch.int32, device=q.device)
-    return lambda: flash_attn_varlen_func(
-        q, flat_k, flat_v, starts, key_starts, rows, context, softmax_scale=scale, causal=True
+def in_pages(k: Tensor, v: Tensor, rows: int, page: int) -> tuple[Tensor, PagedBatch]:
+    """Keys and values [R, S, KV, D] in a cache [2, slots, KV, D] whose pages lie in random order."""
+    requests, context = k.shape[:2]
+    pages = -(-context // page)
+    padding = (0, 0, 0, 0, 0, pages * page - context)
+    both = torch.stack([F.pad(part, padding).view(requests * pages, page, KV_HEADS, DIM) for part in (k, v)])
+    tables = torch.randperm(requests * pages)  # on the host, which FlashInfer plans on
+    cache = torch.empty_like(both)
+    cache[:, tables.to(k.device)] = both
+    host = PagedBatch(
+        query_start=torch.arange(requests + 1, dtype=torch.int32) * rows,
+        kv_len=torch.full((requests,), context, dtype=torch.int32),
+        block_tables=tables.int().view(requests, pages),
+        block_size=page,
+        max_query=rows,
+        max_kv=context,
     )
+    return cache.flatten(1, 2), host.to(k.device)
 
 
-def flash_infer(
-    q: Tensor, cache: Tensor, batch: PagedBatch, requests: int, context: int, dtype: torch.dtype
-) -> Callable[[], object]:
-    import flashinfer
-
-    pages = batch.block_tables.shape[1]
-    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-    wrapper.plan(
-        batch.query_start,
-        torch.arange(0, requests * pages + 1, pages, dtype=torch.int32, device=q.device),
-        batch.block_tables.flatten(),
-        torch.full((requests,), (context - 1) % PAGE + 1, dtype=torch.int32, device=q.device),
-        HEADS,
-        KV_HEADS,
-        DIM,
-        PAGE,
-        causal=True,
-        q_data_type=dtype,
-    )
-    paged = tuple(part.view(-1, PAGE, KV_HEADS, DIM) for part in cache)
-    return lambda: wrapper.run(q, paged)
+def library_ms(
+    name: str, q: Tensor, cache: Tensor, batch: PagedBatch, scale: float, expected: Tensor
+) -> float | str | None:
+    """As the engine calls it, over the same pages; None where it is not installed, else why it cannot."""
+    try:
+        library = load_library(name)
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
+        shape = AttentionShape(HEADS, KV_HEADS, DIM, q.dtype, q.dtype, batch.block_size, (None,), capability)
+        if (reason := library.refusal(shape)) is not None:
+            return reason
+        difference = float((library(q, cache[0], cache[1], batch, scale) - expected).abs().max())
+        if not difference <= 0.03 * float(expected.abs().max()):
+            return f"differs by {difference:.3g}"
+        return stream_ms(lambda: library(q, cache[0], cache[1], batch, scale), q.device)
+    except LibraryMissingError:
+        return None
+    except Exception as error:  # another version's interface: said, not hidden
+        return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

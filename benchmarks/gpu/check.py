@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("torch", "triton", "numpy", "transformers", "safetensors", "pydantic", "yaml", "pytest")
-OPTIONAL = ("matplotlib", "flash_attn", "flashinfer")
+OPTIONAL = ("matplotlib", "flash_attn", "flash_attn_interface", "flashinfer")
 
 
 @dataclass(frozen=True, slots=True)

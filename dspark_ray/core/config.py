@@ -78,6 +78,11 @@ class EngineConfig(Section):
     cuda_graphs: bool = Field(
         True, description="on a GPU, replay captured passes of the target for batches of 512 rows at most"
     )
+    attention: Literal["auto", "own", "flash_attn", "flash_attn_3", "flashinfer"] = Field(
+        "auto",
+        description="on a GPU, whose attention the target runs: this project's, a library's where it can, or "
+        "the faster one of what is installed, tried at start (docs/gpu.md)",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, description="ranks that share the target of a replica (native; docs/cluster.md)"
     )
@@ -96,6 +101,11 @@ class EngineConfig(Section):
             raise ValueError("engine.timed belongs to engine.kind 'timed': give both or neither")
         if self.kind != "native" and self.kv_dtype != "auto":
             raise ValueError("engine.kv_dtype is the native engine's; see vllm.engine_args.kv_cache_dtype")
+        if self.attention not in ("auto", "own"):
+            if self.kind != "native":
+                raise ValueError("engine.attention is the native engine's")
+            if self.tensor_parallel_size > 1:
+                raise ValueError("engine.attention: several ranks have their own kernels; set it to own")
         if self.kind != "native" and self.tensor_parallel_size > 1:
             raise ValueError(
                 "engine.tensor_parallel_size is the native engine's; see vllm.tensor_parallel_size"

@@ -13,6 +13,7 @@ from dspark_ray.core.clock import Clock, SystemClock
 from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import SwapOrder, VerificationMode
+from dspark_ray.engine.attention_choice import choose_attention
 from dspark_ray.engine.device import choose_device
 from dspark_ray.engine.device_memory import check_fits, device_needs
 from dspark_ray.engine.engine import NOT_INVARIANT, Engine
@@ -66,6 +67,8 @@ def build_engine(
         grammars=Grammars.of_model(model_dir),
     )
     capturer = _capturer(config, target)
+    if config.engine.tensor_parallel_size == 1:
+        target.attention = choose_attention(config, target, engine.kv, captures=capturer is not None)
     if capturer is not None:
         _capture(engine, capturer)
     engine.hot_swap = HotSwap(

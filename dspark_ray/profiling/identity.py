@@ -13,6 +13,7 @@ from typing import Any
 
 import dspark_kernels
 import torch
+from dspark_kernels.attention_libraries import installed_versions
 
 from dspark_ray.core.config import MODEL_FREE_DRAFTERS, AppConfig
 from dspark_ray.core.digest import digest_json, sha256_file
@@ -47,6 +48,7 @@ def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": kernels_digest(),
         **_ranks(config),
+        **_attention(config),
         **({} if config.engine.kv_dtype == "auto" else {"kv_dtype": config.engine.kv_dtype}),
     }
 
@@ -55,6 +57,15 @@ def _ranks(config: AppConfig) -> dict[str, Any]:
     """Nothing for one: tables of before there were several stay as they are."""
     count, placement = config.engine.tensor_parallel_size, config.engine.rank_placement
     return {"ranks": f"{count}, {placement}"} if count > 1 else {}
+
+
+def _attention(config: AppConfig) -> dict[str, Any]:
+    """Libraries among which an engine on a GPU chooses; nothing where it has its own kernels anyway."""
+    wanted = config.engine.attention
+    if wanted == "own" or config.model.device == "cpu" or not torch.cuda.is_available():
+        return {}
+    versions = installed_versions()
+    return {"attention": {"wanted": wanted, **versions}} if versions else {}
 
 
 def target_digest(model_dir: Path) -> str:

@@ -24,6 +24,9 @@ class PagedBatch:
     max_kv: int  # most keys of one request
     # [N] int32, the request of each row, −1: a pad row, which belongs to none. None: made when it is needed.
     row_request: Tensor | None = None
+    # Of a batch that was copied to a device: the same one on the host, for whoever plans there. None: its
+    # lengths are the device's own, and may be others when a captured pass is replayed.
+    on_host: "PagedBatch | None" = None
 
     def __post_init__(self) -> None:
         for tensor in (self.query_start, self.kv_len, self.block_tables, self.row_request):
@@ -39,6 +42,7 @@ class PagedBatch:
             kv_len=self.kv_len.to(device, non_blocking=True),
             block_tables=self.block_tables.to(device, non_blocking=True),
             row_request=None if markers is None else markers.to(device, non_blocking=True),
+            on_host=self if self.query_start.is_cpu else self.on_host,
         )
 
     def markers(self, num_rows: int) -> Tensor:

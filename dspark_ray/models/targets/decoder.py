@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from dspark_kernels.activation import silu_mul
 from dspark_kernels.attention import PagedBatch, paged_attention
+from dspark_kernels.attention_libraries import PagedAttention
 from dspark_kernels.linear import Fp8Linear, Int8Linear, PackedLinear
 from dspark_kernels.norm import add_rms_norm, rms_norm
 from dspark_kernels.rope import qkv_rope_store
@@ -132,6 +133,7 @@ class DecoderLayer:
         slots: Tensor,  # [N]
         batch: PagedBatch,
         adapters: AdapterRows | None,
+        attention: PagedAttention = paged_attention,
     ) -> Tensor:
         """The attention branch [N, H]; writes this layer's K and V of the rows to `slots`."""
         config = self.config
@@ -150,7 +152,7 @@ class DecoderLayer:
         )
         in_float8 = cache[0].dtype == FLOAT8
         scale = self.scale * self.k_scale if in_float8 else self.scale
-        out = paged_attention(q, *cache, batch, scale, config.windows[self.index])
+        out = attention(q, *cache, batch, scale, config.windows[self.index])
         if in_float8 and self.v_scale != 1.0:
             out = out.mul_(self.v_scale)
         return self._summed(self._apply("o", self.o, out.view(out.shape[0], -1), adapters))
@@ -190,6 +192,7 @@ class Decoder:
         self.dtype, self.kv_dtype = dtype, kv_dtype or dtype
         assert self.kv_dtype in (dtype, FLOAT8)
         self.device = source.device
+        self.attention: PagedAttention = paged_attention  # where layers run one by one
         self._collective, shard = collective, shard_of(collective)
         self._whole = None if collective is None else source.whole
         self._local = shard.local(config)
@@ -322,7 +325,7 @@ class Decoder:
         kept: list[Tensor] = []
         normed = rms_norm(residual, self.layers[0].input_norm, eps)
         for index, layer in enumerate(self.layers):
-            attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch, adapters)
+            attended = layer.attend(normed, cos_sin, kv.layer(index), slots, batch, adapters, self.attention)
             normed, residual = add_rms_norm(attended, residual, layer.post_norm, eps)
             last = index + 1 == len(self.layers)
             next_norm = self.norm if last else self.layers[index + 1].input_norm

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from dspark_ray.core.config import AppConfig, EngineConfig, parse_app_config
 from dspark_ray.core.errors import ArtefactError, CheckpointError
@@ -168,3 +169,22 @@ def test_tables_of_several_ranks_are_their_own(model_dir: Path) -> None:
     assert "ranks" not in identity()  # tables of before there were any stay valid
     pair, spread = identity(tensor_parallel_size=2), identity(tensor_parallel_size=2, rank_placement="SPREAD")
     assert len({str(found.get("ranks")) for found in (pair, spread, identity())}) == 3
+
+
+def test_tables_of_a_gpu_know_which_attention_was_there(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def identity(wanted: str = "auto") -> dict[str, Any]:
+        engine = EngineConfig(attention=wanted)
+        return table_identity(config().model_copy(update={"engine": engine}), model_dir)
+
+    versions = {"flashinfer": "0.6.1"}
+    monkeypatch.setattr("dspark_ray.profiling.identity.installed_versions", lambda: versions)
+    assert "attention" not in identity()  # no GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    assert identity()["attention"] == {"wanted": "auto", "flashinfer": "0.6.1"}
+    assert identity("flashinfer") != identity()
+    assert "attention" not in identity("own")
+    versions.clear()
+    assert "attention" not in identity()  # tables of before there were any stay valid
