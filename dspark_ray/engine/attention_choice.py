@@ -48,6 +48,7 @@ class Trial:
     rows: int  # of each request
     keys: int  # of each request, its rows included
     captured: bool  # belongs to a captured pass
+    most_keys: int  # what kernels are told of: in a captured pass, all that a request may have
 
     def __str__(self) -> str:
         return f"{self.requests}×{self.rows} rows over {self.keys} keys"
@@ -147,16 +148,17 @@ def trials_of(config: AppConfig, captures: bool) -> list[Trial]:
 
     def decoding(requests: int, keys: int) -> Trial:
         keys = max(rows, min(keys, longest, place // requests))
-        return Trial(requests, rows, keys, captured=captures)
+        return Trial(requests, rows, keys, captures, longest if captures else keys)
 
     most = max(1, min(engine.max_running, engine.max_step_rows // rows, place // rows))
     few = min(most, 8)
     prompt = min(engine.max_step_rows, longest)
+    prompt_keys = min(2 * prompt, longest)
     found = [
         decoding(1, longest),
         decoding(few, longest // 4),
         decoding(most, longest // 8),
-        Trial(1, prompt, min(2 * prompt, longest), captured=False),
+        Trial(1, prompt, prompt_keys, False, prompt_keys),
     ]
     return list(dict.fromkeys(found))
 
@@ -281,6 +283,7 @@ class _Bench:
         """Blocks of the cache in random order, the same for every kernel."""
         size = self._shape.block_size
         num_blocks, width = len(self._keys) // size, -(-trial.keys // size)
+        wide = -(-trial.most_keys // size)
         generator = self._generator.manual_seed(0)
         order = torch.randperm(num_blocks, generator=generator).int()
         repeats = -(-trial.requests * width // num_blocks)
@@ -288,10 +291,10 @@ class _Bench:
         host = PagedBatch(
             query_start=torch.arange(trial.requests + 1, dtype=torch.int32) * trial.rows,
             kv_len=torch.full((trial.requests,), trial.keys, dtype=torch.int32),
-            block_tables=tables,
+            block_tables=torch.nn.functional.pad(tables, (0, wide - width)),
             block_size=size,
             max_query=trial.rows,
-            max_kv=trial.keys,
+            max_kv=trial.most_keys,
             row_request=torch.arange(trial.requests, dtype=torch.int32).repeat_interleave(trial.rows),
         )
         placed = host.to(self._device)

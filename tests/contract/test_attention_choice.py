@@ -39,6 +39,8 @@ class Pretended:
     def __call__(self, q, k_cache, v_cache, batch, scale, window=None, soft_cap=None):
         self.calls += 1
         self.on_host = batch.on_host is not None
+        self.most_keys = batch.max_kv
+        assert batch.block_tables.shape[1] * batch.block_size >= batch.max_kv >= int(batch.kv_len.max())
         assert self.capturable or self.on_host, "its plan needs lengths on the host"
         return self._change(paged_attention(q, k_cache, v_cache, batch, scale, window, soft_cap))
 
@@ -257,7 +259,8 @@ def test_every_trial_fits_the_engine():
             assert 1 <= one.rows <= one.keys <= longest
             assert one.requests * one.rows <= 64
             assert one.requests * one.keys <= blocks * 16
-    assert str(Trial(2, 8, 100, True)) == "2×8 rows over 100 keys"
+            assert one.most_keys == (longest if one.captured else one.keys)
+    assert str(Trial(2, 8, 100, True, 256)) == "2×8 rows over 100 keys"
 
 
 # --- a whole engine
