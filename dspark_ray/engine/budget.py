@@ -37,7 +37,9 @@ class BudgetPlanner(Speculation):
         `explore`: as in `Speculation.lengths`."""
         gamma, count = self.num_draft_tokens, len(decoding)
         current = np.zeros((count, gamma), dtype=np.float32)
-        searched = np.zeros((count, gamma), dtype=np.float32)
+        # Of greedy requests, and those with a seed, the same array: it is ranked once.
+        rejection = [s.request.sampling.rule is AcceptanceRule.REJECTION for s in decoding]
+        searched = np.zeros((count, gamma), dtype=np.float32) if any(rejection) else current
         max_lens = np.zeros(count, dtype=np.int64)
         for row, sequence in enumerate(decoding):
             if sequence.draft is None:

@@ -293,7 +293,8 @@ class Engine:
         outputs: list[RequestOutput] = []
         outcomes: list[Outcome] = []
         kept_rows: list[np.ndarray] = []
-        first_row = first_logits = 0
+        first_row = first_logits = num_accepted = 0
+        num_claimed = 0.0
         next_tokens: list[int] = []
         for item, verdict in zip(batch.work, verdicts, strict=True):
             sequence, draft_tokens = item.sequence, item.draft_tokens
@@ -320,6 +321,7 @@ class Engine:
                 verified = outcome.num_verified
                 expected = float(sequence.draft.survival[:verified].sum()) if sequence.draft else 0.0
                 self.counters.expected_tokens += expected
+                num_claimed, num_accepted = num_claimed + expected, num_accepted + outcome.num_accepted
                 if self.context_watch is not None:
                     self.context_watch.note(first + 1, verified, outcome.num_accepted, expected)
                 self._count_decode(sequence, outcome, len(emitted))
@@ -332,19 +334,23 @@ class Engine:
             if verdict is not None:
                 first_logits += len(draft_tokens) + 1
         if self.drafter is not None:
-            device = self.target.device
-            rows = to_device(torch.from_numpy(np.concatenate(kept_rows)), device)
-            self.drafter.commit(
-                ContextRows(
-                    forwarded.output.taps[rows],
-                    batch.positions[rows],
-                    batch.slots[rows],
-                    to_device(torch.tensor(next_tokens), device),
-                )
-            )
+            self.drafter.commit(self._context_rows(batch, forwarded.output.taps, kept_rows, next_tokens))
             self.drafter.observe(outcomes)
+            self.budget.note_outcomes(num_claimed, num_accepted)
         self.counters.target_steps += 1
         return outputs
+
+    def _context_rows(
+        self, batch: VerifyBatch, taps: Tensor, kept_rows: Seq[np.ndarray], next_tokens: Seq[int]
+    ) -> ContextRows:
+        """Of the rows that stand. kept_rows: each request's, as indices of the batch's rows"""
+        device = self.target.device
+        following = to_device(torch.tensor(next_tokens), device)
+        # All of them, if nothing was rejected; but the tensors of captured steps are the next step's, too.
+        if self.graphs is None and len(next_tokens) == len(batch.slots):
+            return ContextRows(taps, batch.positions, batch.slots, following)
+        rows = to_device(torch.from_numpy(np.concatenate(kept_rows)), device)
+        return ContextRows(taps[rows], batch.positions[rows], batch.slots[rows], following)
 
     def _outcome(self, item: Work, num_accepted: int, num_emitted: int) -> Outcome:
         verified, draft = len(item.draft_tokens), item.sequence.draft

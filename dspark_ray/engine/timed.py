@@ -132,13 +132,14 @@ class TimedTarget(Decoder):
     def _step_ms(self, num_rows: int, batch: PagedBatch, logit_rows: Tensor | None) -> float:
         """A request that decodes wants the logits of all its rows, a prompt those of its last one at most."""
         if logit_rows is None:
-            return self._table.verify_cost_ms(num_rows, int(batch.kv_len.sum()))
+            return self._table.verify_cost_ms(num_rows, int(batch.kv_len.sum()), len(batch.kv_len))
         rows = batch.query_start.diff()
         wanted = torch.bincount(batch.markers(num_rows)[logit_rows], minlength=len(rows))
         decoding = wanted == rows
         decode_rows = int(rows[decoding].sum())
         context_tokens = int(batch.kv_len[decoding].sum())
-        return self._table.step_cost_ms(decode_rows, num_rows - decode_rows, context_tokens)
+        num_requests = int(decoding.sum()) or None
+        return self._table.step_cost_ms(decode_rows, num_rows - decode_rows, context_tokens, num_requests)
 
     def _meet_group(self) -> None:
         """A step of a lock-step group begins when its slowest member's last one has ended."""

@@ -25,7 +25,12 @@ _MIN_SIZES = 4  # sizes of a target step that are measured however long they tak
 class ProfileSettings:
     """What is measured. Sizes beyond the engine's limits are left out."""
 
-    rows: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+    # Matrix units take rows in tiles of 16: a step of 17 rows costs up to a tenth more than one of 16, and
+    # the next 15 rows little. A line from 16 to 24 would make each of them dear.
+    rows: tuple[int, ...] = (
+        *(1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 40, 48, 49, 56, 64, 65, 80, 81, 96, 97, 128, 129),
+        *(192, 256, 384, 512, 1024, 2048),
+    )
     prompt_rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
     context_tokens: int = 256  # of each request, and of a prompt at most
@@ -73,24 +78,31 @@ class _Profile:
         self._draft_one: list[_Point] = [
             _Point(count, partial(timer.draft_ms, count, settings.context_tokens, 1)) for count in requests
         ]
-        self._context = [self._step(*size) for size in self._context_pair(min(16, limits.max_running))]
+        most = 1 + timer.num_draft_tokens
+        self._context = [self._step(*size) for size in self._context_pair(min(16, limits.max_running), 1)]
+        self._context_rows = [
+            self._step(*size) for size in self._context_pair(min(4, limits.max_running), most) if most > 1
+        ]
         self._verify = [self._step(count, settings.context_tokens, None) for count in rows]
         self._prompts = [
             self._point(count, timer.prompt_step(count, settings.context_tokens))
             for count in _grid(settings.prompt_rows, limits.max_step_rows)
         ]
 
-    def _context_pair(self, num_requests: int) -> list[tuple[int, int, int]]:
+    def _context_pair(self, num_requests: int, rows_each: int) -> list[tuple[int, int, int]]:
         """The same rows over a short and a long context; no pair where contexts cannot differ."""
+        num_rows = num_requests * rows_each
         long = min(self._settings.long_context_tokens, self._timer.max_context)
         short = min(self._settings.context_tokens // 4, long)
-        return [(num_requests, context, num_requests) for context in (short, long)] if short < long else []
+        return [(num_rows, context, num_requests) for context in (short, long)] if short < long else []
 
     def _step(self, num_rows: int, context: int, num_requests: int | None) -> "_Point":
         return self._point(num_rows, self._timer.target_step(num_rows, context, num_requests))
 
     def _point(self, num_rows: int, step: TargetStep) -> "_Point":
-        return _Point(num_rows, partial(self._timer.verify_ms, step), step.context_tokens)
+        decoding = [w.num_rows for w in step.work if w.decoding]
+        more_rows = sum(decoding) / len(decoding) - 1.0 if decoding else 0.0
+        return _Point(num_rows, partial(self._timer.verify_ms, step), step.context_tokens, more_rows)
 
     def run(self, made_from: dict[str, Any]) -> StepTable:
         for first in (self._verify[0], self._prompts[0], *self._draft[:1]):
@@ -101,12 +113,13 @@ class _Profile:
                 break
             self._round()
             self._on_progress((number + 1) / self._settings.rounds)
-        context_ms = self._context_ms()
+        context_ms = self._context_ms(self._context)
+        share = self._row_share(context_ms)
         verify = [point for point in self._verify if point.samples]
         prompts = [point for point in self._prompts if point.samples]
         return StepTable(
             rows=np.array([point.size for point in verify]),
-            verify_ms=np.array([_without_context(point, context_ms) for point in verify]),
+            verify_ms=np.array([_without_context(point, context_ms, share) for point in verify]),
             requests=np.array([point.size for point in self._draft], dtype=np.int64),
             draft_ms=np.array([point.median_ms for point in self._draft]),
             draft_fixed_ms=np.array(
@@ -119,14 +132,16 @@ class _Profile:
             prompt_rows=np.array([point.size for point in prompts], dtype=np.int64),
             prompt_ms=np.array([point.median_ms for point in prompts]),
             context_ms_per_token=context_ms,
+            context_row_share=share,
             made_from=made_from,
         )
 
     def _round(self) -> None:
         """Each size once, the big ones last: on a machine too slow for them they are extrapolated."""
         steps = sorted([*self._verify, *self._prompts], key=lambda point: point.size)
-        needed = 2 * len(self._draft) + len(self._context) + 2 * _MIN_SIZES
-        for done, point in enumerate([*self._draft, *self._draft_one, *self._context, *steps]):
+        first = [*self._draft, *self._draft_one, *self._context, *self._context_rows]
+        needed = len(first) + 2 * _MIN_SIZES
+        for done, point in enumerate([*first, *steps]):
             if done >= needed and self._elapsed_s() > 2 * self._settings.max_s:
                 break
             point.samples.append(point.measure())
@@ -139,11 +154,19 @@ class _Profile:
         share = 1.0 / self._timer.num_draft_tokens
         return max(0.0, (one_ms - share * block_ms) / (1.0 - share)) if share < 1.0 else 0.0
 
-    def _context_ms(self) -> float:
-        """Slope between the two context points, never negative. → ms a cached token"""
-        if not self._context:
+    def _row_share(self, context_ms: float) -> float:
+        """How much of a cached token's cost each further row of a request adds, by steps of whole drafts."""
+        if context_ms <= 0 or not self._context_rows:
             return 0.0
-        short, long = self._context
+        more_rows = self._context_rows[0].more_rows
+        share = (self._context_ms(self._context_rows) / context_ms - 1.0) / more_rows
+        return min(max(share, 0.0), 1.0)
+
+    def _context_ms(self, pair: "Sequence[_Point]") -> float:
+        """Slope between the two points of a context pair, never negative. → ms a cached token"""
+        if not pair:
+            return 0.0
+        short, long = pair
         slope = (long.median_ms - short.median_ms) / (long.context_tokens - short.context_tokens)
         return max(0.0, slope)
 
@@ -155,6 +178,7 @@ class _Point:
     size: int  # rows or requests
     measure: Callable[[], float]  # → ms
     context_tokens: int = 0
+    more_rows: float = 0.0  # beside the first, of a decoding request
     samples: list[float] = field(default_factory=list)
 
     @property
@@ -162,12 +186,13 @@ class _Point:
         return float(np.median(self.samples))
 
 
-def _without_context(point: _Point, context_ms: float) -> float:
+def _without_context(point: _Point, context_ms: float, row_share: float) -> float:
     """The median less the context's share, which the table adds for the context it is asked for.
 
     Half of it at least stays: the context's cost was fitted on another size of step.
     """
-    return max(point.median_ms - context_ms * point.context_tokens, 0.5 * point.median_ms)
+    context_ms *= point.context_tokens * (1.0 + row_share * point.more_rows)
+    return max(point.median_ms - context_ms, 0.5 * point.median_ms)
 
 
 def _stairs(captured: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Live correction of the step table: measured over predicted step time, by size of step."""
+"""Live corrections: measured over predicted step time by size of step, accepted over claimed tokens."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +10,9 @@ _SMOOTHING = 0.1  # weight of a new step once a bucket is warm
 _CLIP = 0.7  # most that one step may differ from the estimate, in log units: a factor of two
 _PRIOR_STEPS = 8.0  # a bucket seen this often counts half, the mean over all sizes the other half
 _FADE = 0.999  # evidence kept per step: a size not run for thousands of steps returns to that mean
+_CLAIMS_KEPT = 0.998  # of the evidence about claims, per step
+_PRIOR_CLAIMS = 32.0  # claimed tokens' worth of belief in the calibration
+_LEAST_FACTOR, _MOST_FACTOR = 0.5, 1.25
 
 
 class OnlineCorrection:
@@ -50,6 +53,30 @@ class OnlineCorrection:
         place = np.log2(np.maximum(np.asarray(rows, dtype=np.float64), 1.0))
         middles = np.arange(_NUM_BUCKETS) - np.where(np.arange(_NUM_BUCKETS) > 1, 0.5, 0.0)
         return np.asarray(np.exp(np.interp(place, middles, shrunk)), dtype=np.float64)
+
+
+class ClaimCorrection:
+    """What claimed survivals have lately been worth: accepted draft tokens over those that scores promised.
+
+    Confidences are calibrated on texts of the drafter's training; on others they are off, mostly alike at all
+    heights, and a budget is a comparison of claims with costs that are corrected. Past outcomes only, so that
+    nothing that is drafted decides whether it is verified. Evidence fades: where too low a factor would leave
+    nothing to be verified, and nothing to learn from, it returns to 1.
+    """
+
+    def __init__(self) -> None:
+        self._claimed = self._accepted = 0.0
+
+    def note(self, claimed: float, accepted: int) -> None:
+        """A step's verified tokens: Σ survival, and how many were accepted. Called once a step."""
+        self._claimed = _CLAIMS_KEPT * self._claimed + claimed
+        self._accepted = _CLAIMS_KEPT * self._accepted + accepted
+
+    @property
+    def factor(self) -> float:
+        """What to multiply survivals with that are compared with costs; 1 before the first step."""
+        worth = (self._accepted + _PRIOR_CLAIMS) / (self._claimed + _PRIOR_CLAIMS)
+        return min(max(worth, _LEAST_FACTOR), _MOST_FACTOR)
 
 
 def _bucket_of(rows: int) -> int:

@@ -13,18 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_ray.scheduling.correction import ClaimCorrection
 from dspark_ray.scheduling.recent_survival import RecentSurvival
 from dspark_ray.scheduling.survival import Floats, clean_survival
 from dspark_ray.scheduling.utility import Claims, utility_curve
 
 _REVIEW_STEPS = 8  # between two looks at an unchanged load
+_IDLE_REVIEW_STEPS = 32  # the same while nothing is drafted: only costs can have changed
 _COMES_BACK_AT = 1.02  # gain at which speculation that is off comes back
 _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS = (
     4,
     512,
 )  # between probes: twice as many after each one that changed nothing
 _PROBE_SHARE = 8  # one request in so many is drafted in a probe
-_PLAIN_EVERY = 64  # one step in so many is plain while speculation is on, to know what it would cost
+_PLAIN_EVERY = 256  # one step in so many is plain while speculation is on, to know what it would cost
 
 Float64Array = NDArray[np.float64]
 
@@ -54,8 +56,8 @@ class Drafting:
     are compared anew at every review. On, a plain step now and then says what the other side costs.
     """
 
-    def __init__(self, recent: RecentSurvival) -> None:
-        self._recent = recent
+    def __init__(self, recent: RecentSurvival, claims: ClaimCorrection) -> None:
+        self._recent, self._claims = recent, claims
         self._width = 0
         self._reviewed_count = self._review_in = 0
         self._probe_every = _FIRST_PROBE_STEPS
@@ -68,8 +70,10 @@ class Drafting:
             return DraftPlan(0, 0)
         self._review_in -= 1
         if num_requests != self._reviewed_count or self._review_in <= 0:
-            self._reviewed_count, self._review_in = num_requests, _REVIEW_STEPS
-            self._width = best_width(self._recent.rows, num_requests, costs(), now_on=self._width > 0)
+            survival = self._recent.rows * self._claims.factor
+            self._width = best_width(survival, num_requests, costs(), now_on=self._width > 0)
+            self._reviewed_count = num_requests
+            self._review_in = _REVIEW_STEPS if self._width > 0 else _IDLE_REVIEW_STEPS
         if self._width > 0:
             self._probe_every = self._probe_in = _FIRST_PROBE_STEPS
             self._steps_on += 1
@@ -81,6 +85,7 @@ class Drafting:
             return DraftPlan(0, 0)
         self._probe_every = min(2 * self._probe_every, _LAST_PROBE_STEPS)
         self._probe_in = self._probe_every
+        self._review_in = min(self._review_in, _REVIEW_STEPS)
         return DraftPlan(-(-num_requests // _PROBE_SHARE), self._recent.rows.shape[1])
 
 
@@ -99,15 +104,14 @@ def best_width(survival: Floats, num_requests: int, costs: Costs, *, now_on: boo
         order = np.argsort(-rows.ravel(), kind="stable")
         values, positions = rows.ravel()[order], order % gamma
         share = num_requests / kept
-        gains = np.zeros(gamma)
-        for width in range(1, gamma + 1):
-            worth = np.cumsum(values[positions < width]) * share
-            tokens = np.arange(1, len(worth) + 1) * share
-            tokens = tokens[tokens <= len(costs.verify_ms) - 1]
-            step_ms = np.interp(tokens, np.arange(len(costs.verify_ms)), costs.verify_ms)
-            step_ms = np.maximum(step_ms + costs.draft_ms[width], costs.group_step_ms)
-            per_request = 1.0 + worth[: len(tokens)] / num_requests
-            gains[width - 1] = (per_request * plain_ms / step_ms).max(initial=0.0)
+        inside = positions < np.arange(1, gamma + 1)[:, None]  # [γ, K · γ] the tokens that a width drafts
+        worth = np.cumsum(np.where(inside, values, 0.0), axis=1) * share
+        tokens = np.cumsum(inside, axis=1) * share
+        step_ms = np.interp(tokens.ravel(), np.arange(len(costs.verify_ms)), costs.verify_ms)
+        step_ms = step_ms.reshape(tokens.shape) + np.asarray(costs.draft_ms[1 : gamma + 1])[:, None]
+        per_request = 1.0 + worth / num_requests
+        gain = per_request * plain_ms / np.maximum(step_ms, costs.group_step_ms)
+        gains = np.where(tokens <= len(costs.verify_ms) - 1, gain, 0.0).max(axis=1)
     best = int(np.argmax(gains))
     return best + 1 if gains[best] > (1.0 if now_on else _COMES_BACK_AT) else 0
 

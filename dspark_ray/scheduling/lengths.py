@@ -74,6 +74,7 @@ class LengthView:
     fixed_tokens: int | None = None  # mode fixed; None: all
     threshold: float = 0.0  # mode threshold
     claims: Claims | None = None  # mode adaptive; None: all requests count the same
+    claim_factor: float = 1.0  # mode adaptive: what stale survivals are worth, from past outcomes
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +126,30 @@ def verify_algorithm1(view: LengthView) -> LengthDecision:
 def verify_adaptive(view: LengthView) -> LengthDecision:
     """The budget of highest throughput by stale scores, filled with the highest current survivals."""
     if view.claims is not None:
-        best = best_utility(view.stale_survival, view.max_lens, view.claims, view.cost_ms, view.cap_tokens)
+        stale = view.stale_survival * view.claim_factor
+        best = best_utility(stale, view.max_lens, view.claims, view.cost_ms, view.cap_tokens)
         return _decide(view, admit_top(view.current_survival, best.budget, view.max_lens, best.worth))
-    budget = search_budget(
-        view.stale_survival, view.max_lens, view.num_decoding, view.cost_ms, view.cap_tokens
-    )
-    return _decide(view, admit_top(view.current_survival, budget, view.max_lens))
+    values, rows = rank_tokens(view.stale_survival, view.max_lens)
+    budget = search_budget(values * view.claim_factor, view.num_decoding, view.cost_ms, view.cap_tokens)
+    if view.stale_survival is not view.current_survival:
+        values, rows = rank_tokens(view.current_survival, view.max_lens)
+    lens = np.bincount(rows[:budget], minlength=len(view.max_lens)).astype(np.int64)
+    return LengthDecision(lens, budget, view.num_decoding + float(values[:budget].sum()))
 
 
 def search_budget(
-    stale_survival: Floats,
-    max_lens: IntArray,
+    ranked: NDArray[np.float64],
     num_decoding: int,
     cost_ms: NDArray[np.float64],
     cap_tokens: int | None = None,
 ) -> int:
     """B* = argmax_B Θ(B) over the whole cost curve, the smallest of equals.
 
-    stale_survival [R, γ], max_lens [R], cost_ms [Bmax + 1] → draft tokens. Lossless only with scores that
-    have not seen the current blocks (see the module's docstring).
+    ranked [N]: survivals, best first; cost_ms [Bmax + 1] → draft tokens. Lossless only with scores that have
+    not seen the current blocks (see the module's docstring).
     """
-    values, _ = rank_tokens(stale_survival, max_lens)
-    limit = _limit(len(values), cost_ms, cap_tokens)
-    return int(np.argmax(throughput(values[:limit], num_decoding, cost_ms)))
+    limit = _limit(len(ranked), cost_ms, cap_tokens)
+    return int(np.argmax(throughput(ranked[:limit], num_decoding, cost_ms)))
 
 
 def throughput(

@@ -18,7 +18,12 @@ class StepSize:
     decode_rows: int  # anchors and draft tokens
     draft_rows: int = 0  # of these, draft tokens
     prompt_rows: int = 0
-    context_tokens: int = 0  # cached keys that the decoding rows attend to
+    context_tokens: int = 0  # cached keys that the decoding requests attend to
+
+    @property
+    def num_requests(self) -> int:
+        """That decode; 1 at least, to divide by."""
+        return max(1, self.decode_rows - self.draft_rows)
 
 
 class LiveCosts:
@@ -68,7 +73,8 @@ class LiveCosts:
             added_ms = with_prompts - self._prompt_ms[alone : alone + most + 1]
             added_ms = added_ms * float(self._prompt_factor[beside])
             cost_ms += added_ms if whole_step else added_ms - added_ms[0]
-        context_ms = self.table.context_ms_per_token * context_tokens * float(self._plain_factor[alone])
+        context_ms = self.table.context_cost_ms(context_tokens, np.arange(most + 1) / alone)
+        context_ms = context_ms * float(self._plain_factor[alone])
         return np.asarray(np.maximum.accumulate(cost_ms) + (context_ms + draft_ms), dtype=np.float64)
 
     def step_ms(self, step: StepSize) -> float:
@@ -77,11 +83,16 @@ class LiveCosts:
 
     def draft_ms(self, num_requests: int, num_tokens: int) -> float:
         """Time to draft `num_tokens` for each of `num_requests`."""
-        size = (num_requests, num_tokens)
-        if size not in self._draft_ms:
-            factor = float(self._draft.factor(np.array([num_requests * num_tokens]))[0])
-            self._draft_ms[size] = self._table_draft_ms(*size) * factor
-        return self._draft_ms[size]
+        return self.draft_ms_by_width(num_requests)[num_tokens]
+
+    def draft_ms_by_width(self, num_requests: int) -> list[float]:
+        """The same for 0, 1, ... γ tokens of each. → [γ + 1]"""
+        if num_requests not in self._draft_ms:
+            widths = range(self._num_draft_tokens + 1)
+            factors = self._draft.factor(np.maximum(num_requests * np.array(widths), 1)).tolist()
+            table_ms = [self._table_draft_ms(num_requests, width) for width in widths]
+            self._draft_ms[num_requests] = [ms * f for ms, f in zip(table_ms, factors, strict=True)]
+        return self._draft_ms[num_requests]
 
     def note_step(self, step: StepSize, measured_ms: float) -> None:
         """A target step, and what it took without drafting."""
@@ -104,10 +115,10 @@ class LiveCosts:
     def _uncorrected_ms(self, step: StepSize) -> tuple[float, float]:
         """What the table says of the rows that decode, and of the prompts beside them."""
         rows, decode_ms = step.decode_rows, 0.0
-        if rows >= len(self._table_ms):
-            decode_ms = self.table.verify_cost_ms(rows, step.context_tokens)
-        elif rows > 0:
-            decode_ms = float(self._table_ms[rows]) + self.table.context_ms_per_token * step.context_tokens
+        if rows > 0:
+            inside = rows < len(self._table_ms)
+            decode_ms = float(self._table_ms[rows]) if inside else self.table.verify_cost_ms(rows)
+            decode_ms += self.table.context_cost_ms(step.context_tokens, step.draft_rows / step.num_requests)
         return decode_ms, self.table.added_prompt_ms(rows, step.prompt_rows)
 
     def _known_ms(self, step: StepSize, decode_ms: float, prompt_ms: float) -> tuple[float, float]:
@@ -121,7 +132,7 @@ class LiveCosts:
         return self.table.draft_cost_ms(num_requests, num_tokens / self._num_draft_tokens)
 
     def _refresh(self) -> None:
-        self._draft_ms: dict[tuple[int, int], float] = {}  # until the next refresh
+        self._draft_ms: dict[int, list[float]] = {}  # until the next refresh
         self._plain_factor = self.plain.factor(self._rows)
         self._speculating_factor = self._speculating.factor(self._rows)
         self._prompt_factor = self._prompt.factor(self._rows)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dspark_ray.core.types import FloatArray, IntArray, RowClaims, StepPlan, TierTerms, VerificationMode
 from dspark_ray.scheduling.cap import TokenBucket, bucket_of_share, draft_token_cap
+from dspark_ray.scheduling.correction import ClaimCorrection
 from dspark_ray.scheduling.drafting import Costs, Drafting
 from dspark_ray.scheduling.gate import GateSettings, should_draft
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthDecision, LengthView, length_rule
@@ -81,7 +82,8 @@ class Speculation:
         self._threshold = threshold
         self._gate = GateSettings()
         self._recent = RecentSurvival(num_draft_tokens, STALE_STEPS)
-        self._drafting = Drafting(self._recent)
+        self._worth = ClaimCorrection()
+        self._drafting = Drafting(self._recent, self._worth)
         self.drafting_took_ms = 0.0  # after the step at hand
         self._num_drafted_tokens = (
             num_draft_tokens if self._fixed_tokens is None else max(1, self._fixed_tokens)
@@ -142,6 +144,7 @@ class Speculation:
         view = LengthView(
             current_survival=blocks.current,
             stale_survival=blocks.searched,
+            claim_factor=self._worth.factor,
             max_lens=max_lens,
             base_rows=count + load.prefill_rows,
             num_decoding=count,
@@ -160,6 +163,10 @@ class Speculation:
             zero = waits.zero_budget_steps
             zero[:] = np.where(max_lens > 0, np.where(decision.lens > 0, 0, zero + 1), zero)
         return decision
+
+    def note_outcomes(self, claimed: float, accepted: int) -> None:
+        """The step's verified tokens: Σ survival, and how many were accepted. Called once a step."""
+        self._worth.note(claimed, accepted)
 
     # -- drafting ----------------------------------------------------------------------------------
 
@@ -259,10 +266,15 @@ class Speculation:
     def _draft_ms(self, num_requests: int, num_tokens: int) -> float:
         return 0.0 if self.costs is None else self.costs.draft_ms(num_requests, num_tokens)
 
+    def _draft_ms_by_width(self, num_requests: int) -> list[float]:
+        if self.costs is None:
+            return [0.0] * (self.num_draft_tokens + 1)
+        return self.costs.draft_ms_by_width(num_requests)
+
     def _next_costs(self, count: int, load: Load, claims: Claims | None) -> Costs:
         return Costs(
             verify_ms=self._cost_ms(count, load, count * self.num_draft_tokens, 0.0),
-            draft_ms=[self._draft_ms(count, width) for width in range(self.num_draft_tokens + 1)],
+            draft_ms=self._draft_ms_by_width(count),
             group_step_ms=self.group_step_ms or 0.0,
             claims=claims,
         )

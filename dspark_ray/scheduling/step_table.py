@@ -11,6 +11,11 @@ the keys they attend to. A step of D decoding rows beside P prompt rows takes
 
 with prompt(n) the time of a step of n prompt rows alone: what P more rows add to the layers, and nothing to
 the rest.
+
+Attention costs by the cached keys that requests attend to. How much of that each further row of a request
+costs again differs: nothing where it is the reading of the keys that takes the time, nearly all where it is
+the arithmetic. With K keys and D rows of R requests it is κ · K · (1 + ρ · (D / R − 1)), so that a draft
+token costs more the longer the contexts are; `rows` and `verify_ms` are without it.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +57,8 @@ class StepTable:
     # [p] rows of a step of prompts alone, ascending; empty: a prompt's row counts as one that decodes
     prompt_rows: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))
     prompt_ms: Float64Array = field(default_factory=lambda: np.zeros(0))  # [p] time of that step
-    context_ms_per_token: float = 0.0  # cost per cached token that the step's decoding rows attend to
+    context_ms_per_token: float = 0.0  # κ: cost of a cached token that a request attends to
+    context_row_share: float = 0.0  # ρ in [0, 1]: of κ that each further row of the request costs
     made_from: dict[str, Any] = field(default_factory=dict)  # digests, hardware, dtype, threads, ...
     digest: str = field(init=False)
 
@@ -72,6 +78,8 @@ class StepTable:
             raise ArtefactError(f"step table: staircase_rows={self.staircase_rows} is not one of its rows")
         if not (np.isfinite(self.context_ms_per_token) and self.context_ms_per_token >= 0):
             raise ArtefactError(f"step table: context_ms_per_token={self.context_ms_per_token} is not a cost")
+        if not 0 <= self.context_row_share <= 1:
+            raise ArtefactError(f"step table: context_row_share={self.context_row_share} is not in [0, 1]")
         for name, value in (
             ("rows", rows), ("verify_ms", verify_ms), ("requests", requests), ("draft_ms", draft_ms),
             ("draft_fixed_ms", draft_fixed_ms), ("prompt_rows", prompt_rows), ("prompt_ms", prompt_ms),
@@ -80,12 +88,18 @@ class StepTable:
         object.__setattr__(self, "digest", digest_json(self._content()))
 
     @overload
-    def verify_cost_ms(self, rows: int, context_tokens: float = 0) -> float: ...
+    def verify_cost_ms(
+        self, rows: int, context_tokens: float = 0, num_requests: float | None = None
+    ) -> float: ...
     @overload
-    def verify_cost_ms(self, rows: IntArray, context_tokens: float = 0) -> Float64Array: ...
-    def verify_cost_ms(self, rows: int | IntArray, context_tokens: float = 0) -> float | Float64Array:
+    def verify_cost_ms(
+        self, rows: IntArray, context_tokens: float = 0, num_requests: float | None = None
+    ) -> Float64Array: ...
+    def verify_cost_ms(
+        self, rows: int | IntArray, context_tokens: float = 0, num_requests: float | None = None
+    ) -> float | Float64Array:
         """Predicted time of a target step of `rows` decoding rows that attends to `context_tokens` cached
-        tokens."""
+        tokens; of so many requests, or as many as rows."""
         wanted = np.atleast_1d(np.asarray(rows, dtype=np.float64))
         above = self.rows > self.staircase_rows
         if above.any():
@@ -97,8 +111,18 @@ class StepTable:
         if self.staircase_rows:
             step = np.minimum(np.searchsorted(self.rows, wanted), len(self.rows) - 1)
             cost = np.where(wanted <= self.staircase_rows, self.verify_ms[step], cost)
-        cost = cost + self.context_ms_per_token * context_tokens
+        if context_tokens:
+            more_rows = 0.0 if num_requests is None else wanted / num_requests - 1.0
+            cost = cost + self.context_cost_ms(context_tokens, more_rows)
         return cost if isinstance(rows, np.ndarray) else float(cost[0])
+
+    @overload
+    def context_cost_ms(self, context_tokens: float, more_rows: float) -> float: ...
+    @overload
+    def context_cost_ms(self, context_tokens: float, more_rows: Float64Array) -> Float64Array: ...
+    def context_cost_ms(self, context_tokens: float, more_rows: float | Float64Array) -> float | Float64Array:
+        """What attending to so many cached tokens adds; more_rows: of each request, beside its first."""
+        return self.context_ms_per_token * context_tokens * (1.0 + self.context_row_share * more_rows)
 
     @overload
     def prompt_cost_ms(self, rows: int) -> float: ...
@@ -114,11 +138,17 @@ class StepTable:
         cost = _interpolate(wanted, self.prompt_rows, self.prompt_ms, slope)
         return cost if isinstance(rows, np.ndarray) else float(cost[0])
 
-    def step_cost_ms(self, decode_rows: int, prompt_rows: int, context_tokens: float = 0) -> float:
+    def step_cost_ms(
+        self,
+        decode_rows: int,
+        prompt_rows: int,
+        context_tokens: float = 0,
+        num_requests: float | None = None,
+    ) -> float:
         """Predicted time of a target step with both kinds of rows, at least one in all."""
         if decode_rows <= 0:
             return self.prompt_cost_ms(max(prompt_rows, 1))
-        decode_ms = self.verify_cost_ms(decode_rows, context_tokens)
+        decode_ms = self.verify_cost_ms(decode_rows, context_tokens, num_requests)
         return decode_ms + self.added_prompt_ms(decode_rows, prompt_rows)
 
     def added_prompt_ms(self, decode_rows: int, prompt_rows: int) -> float:
@@ -200,6 +230,7 @@ class StepTable:
             "prompt_rows": self.prompt_rows.tolist(),
             "prompt_ms": self.prompt_ms.tolist(),
             "context_ms_per_token": float(self.context_ms_per_token),
+            "context_row_share": float(self.context_row_share),
             "made_from": dict(self.made_from),
         }
 
@@ -219,7 +250,7 @@ def cost_curve(
     depend on how much of its block is verified. Non-decreasing, the correction included.
     """
     rows = base_rows + np.arange(max_draft_tokens + 1, dtype=np.int64)
-    verify_ms = table.verify_cost_ms(rows, context_tokens)
+    verify_ms = table.verify_cost_ms(rows, context_tokens, base_rows)
     if correction is not None:
         verify_ms = verify_ms * correction.factor(rows)
     return np.maximum.accumulate(verify_ms) + table.draft_cost_ms(num_drafting)

@@ -39,7 +39,8 @@ def measured_times(
         if not part.size.prompt_rows:
             mine = speculating if part.size.draft_rows else decoding
             rows = part.size.decode_rows
-            mine.add(rows, table.verify_cost_ms(rows, part.size.context_tokens), part.target_ms)
+            expected_ms = table.verify_cost_ms(rows, part.size.context_tokens, part.size.num_requests)
+            mine.add(rows, expected_ms, part.target_ms)
     if not decoding.known:  # a run that always speculates says the most that there is to know
         decoding = speculating
     plain = replace(table, verify_ms=table.verify_ms * decoding.at(table.rows))
@@ -48,7 +49,9 @@ def measured_times(
         size = part.size
         if size.prompt_rows:
             alone, rows = speculated if size.draft_rows else plain, size.decode_rows
-            alone_ms = alone.verify_cost_ms(rows, size.context_tokens) if rows else 0.0
+            alone_ms = 0.0
+            if rows:
+                alone_ms = alone.verify_cost_ms(rows, size.context_tokens, size.num_requests)
             expected_ms = table.added_prompt_ms(rows, size.prompt_rows)
             prompts.add(size.prompt_rows, expected_ms, part.target_ms - alone_ms)
     # Without a curve of their own, prompts cost what decoding rows do: they get one.

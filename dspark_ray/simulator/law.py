@@ -275,8 +275,9 @@ class LoadLaw:
         cost_ms = np.zeros(len(steps.replicas))
         for surface, rows in self._by_surface(steps.replicas):
             found = surface.at(alive[rows], steps.prefill_rows[rows].astype(float))
-            slope = surface.machine.times.table.context_ms_per_token
-            context = slope * (steps.context_tokens[rows] - alive[rows] * self._context)
+            more_rows = found[:, _VERIFIED] / np.maximum(alive[rows], 1.0)
+            slopes = surface.machine.times.table.context_cost_ms(1.0, more_rows)
+            context = slopes * (steps.context_tokens[rows] - alive[rows] * self._context)
             cost_ms[rows] = np.maximum(found[:, _STEP_MS] + context, 1e-3)
         return cost_ms
 

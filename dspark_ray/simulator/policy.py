@@ -112,6 +112,8 @@ class ReplicaPolicy:
         decision = self._speculation.lengths(blocks, waits, load, now_ms, self._claims(slots))
         self._zero_steps[slots] = waits.zero_budget_steps
         accepted = np.minimum(decision.lens, self.bank.accepted[self._place[slots]])
+        verified = np.arange(self.settings.num_draft_tokens) < decision.lens[:, None]
+        self._speculation.note_outcomes(float(blocks.current[verified].sum()), int(accepted.sum()))
         self._drafted[slots] = 0
         assert decision.lens.max(initial=0) <= self.settings.num_draft_tokens
         return Verified(decision.lens, accepted)

@@ -28,9 +28,10 @@ class StepTimes:
 
     def step_ms(self, step: StepSize) -> float:
         """Of a target step, in the mean."""
+        context = (step.context_tokens, step.num_requests)
         if step.draft_rows == 0 or self.speculating is None:
-            return self.table.step_cost_ms(step.decode_rows, step.prompt_rows, step.context_tokens)
-        decode_ms = self.speculating.verify_cost_ms(step.decode_rows, step.context_tokens)
+            return self.table.step_cost_ms(step.decode_rows, step.prompt_rows, *context)
+        decode_ms = self.speculating.verify_cost_ms(step.decode_rows, *context)
         return decode_ms + self.table.added_prompt_ms(step.decode_rows, step.prompt_rows)
 
     def draft_ms(self, num_requests: int, share: float) -> float:

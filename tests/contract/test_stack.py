@@ -9,8 +9,9 @@ import torch
 from dspark_kernels.attention import PagedBatch
 
 from dspark_ray.core.types import SamplingParams
+from dspark_ray.models.drafters import dspark
 from dspark_ray.models.drafters.base import ContextRows, DraftBlock, DrafterContext, DraftRequest
-from dspark_ray.models.drafters.dspark import PENDING_ROWS, DSparkDrafter
+from dspark_ray.models.drafters.dspark import DSparkDrafter
 from dspark_ray.models.targets.decoder import LINEARS, Decoder
 from tests import tiny_engine as tiny
 from tests.tiny_engine import tiny_decoder, tiny_drafter_dir
@@ -127,9 +128,10 @@ def test_a_drafters_pass(
     assert len({tuple(row) for row in fast.token_ids}) == len(lengths)
 
 
-def test_a_drafters_pass_for_sampled_requests(tmp_path: Path) -> None:
+def test_a_drafters_pass_for_sampled_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More rows of context than wait for a draft."""
-    fast, slow = drafts(drafter_of(tmp_path, range(1, VOCAB, 2)), (1, 17, 90), 1.0, PENDING_ROWS + 26)
+    monkeypatch.setattr(dspark, "PENDING_ROWS", 64)
+    fast, slow = drafts(drafter_of(tmp_path, range(1, VOCAB, 2)), (1, 17, 90), 1.0, 90)
     assert fast.token_ids == slow.token_ids
     assert np.array_equal(fast.confidences, slow.confidences)
     for a, b in zip(fast.draft_probs, slow.draft_probs, strict=True):

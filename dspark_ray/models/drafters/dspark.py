@@ -47,7 +47,7 @@ from dspark_ray.models.kv import KVStorage
 from dspark_ray.models.targets.decoder import Decoder
 from dspark_ray.models.transfer import all_to_host
 
-PENDING_ROWS = 64
+PENDING_ROWS = 256
 """Context rows that wait for each other while nothing is drafted, so that weights are read once for all."""
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from dspark_ray.core.types import Request, SamplingParams
 from dspark_ray.profiling.profile import ProfileSettings, profile_engine
-from dspark_ray.profiling.step_timer import StepTimer
+from dspark_ray.profiling.step_timer import StepTimer, TargetStep
 from tests.tiny_engine import tiny_engine
 
 SETTINGS = ProfileSettings(rows=(1, 2, 4, 8, 32, 4096), requests=(1, 2, 4), rounds=2, max_s=60)
@@ -107,3 +107,16 @@ def test_medians_are_monotone_and_the_context_is_taken_out() -> None:
     assert np.all(table.verify_ms == 1.0)  # every size costs one tick: a flat table
     assert table.context_ms_per_token == 0.0
     assert table.is_flat()
+
+
+def test_what_further_rows_of_a_request_cost_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify_ms(_: StepTimer, step: TargetStep) -> float:
+        keys = [w.sequence.num_computed + w.num_rows for w in step.work if w.decoding]
+        more = [w.num_rows - 1 for w in step.work if w.decoding]
+        return 5.0 + 0.01 * sum(k * (1 + 0.4 * m) for k, m in zip(keys, more, strict=True))
+
+    monkeypatch.setattr(StepTimer, "verify_ms", verify_ms)
+    table = profile_engine(tiny_engine(None, engine={"kv_num_blocks": 512}), settings=SETTINGS)
+    assert table.context_ms_per_token == pytest.approx(0.01)
+    assert table.context_row_share == pytest.approx(0.4)
+    assert table.verify_ms[:4] == pytest.approx(5.0, rel=0.1)  # small steps, whose requests are alike

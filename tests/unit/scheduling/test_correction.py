@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from dspark_ray.scheduling.correction import OnlineCorrection
+from dspark_ray.scheduling.correction import ClaimCorrection, OnlineCorrection
 
 
 def run(correction: OnlineCorrection, rows: int, ratio: float, steps: int) -> None:
@@ -72,3 +72,28 @@ def test_huge_steps_fit_the_last_bucket():
     correction = OnlineCorrection()
     correction.update(1 << 40, 10.0, 12.0)
     assert factor(correction, 1 << 40) > 1.0
+
+
+def test_claims_are_worth_what_came_of_them() -> None:
+    claims = ClaimCorrection()
+    assert claims.factor == 1.0
+    for _ in range(400):
+        claims.note(4.0, 3)
+    assert claims.factor == pytest.approx(0.75, abs=0.02)
+    for _ in range(4000):
+        claims.note(0.0, 0)
+    assert claims.factor == pytest.approx(1.0, abs=0.01)
+
+
+def test_claims_are_corrected_within_bounds() -> None:
+    claims = ClaimCorrection()
+    for accepted, bound in ((0, 0.5), (100, 1.25)):
+        for _ in range(2000):
+            claims.note(4.0, accepted)
+        assert claims.factor == bound
+
+
+def test_a_single_step_says_little_about_claims() -> None:
+    claims = ClaimCorrection()
+    claims.note(2.0, 0)
+    assert claims.factor > 0.9

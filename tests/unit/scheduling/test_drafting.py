@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from dspark_ray.scheduling.correction import ClaimCorrection
 from dspark_ray.scheduling.drafting import Costs, Drafting, best_width
 from dspark_ray.scheduling.recent_survival import RecentSurvival
 from dspark_ray.scheduling.utility import Claims
@@ -72,7 +73,8 @@ class Load:
     def __init__(self, cost: Costs, survival: np.ndarray = MEAN) -> None:
         self.recent = RecentSurvival(3, delay=0)
         self.recent.note(survival.astype(np.float32), 3)
-        self.drafting, self.cost, self.asked = Drafting(self.recent), cost, 0
+        self.claims = ClaimCorrection()
+        self.drafting, self.cost, self.asked = Drafting(self.recent, self.claims), cost, 0
 
     def run(self, steps: int, count: int = 16) -> list[int]:
         """How many requests were drafted in each step."""
@@ -89,14 +91,26 @@ def test_off_is_probed_ever_more_rarely_and_with_few() -> None:
     probes = np.flatnonzero(drafted)
     assert {drafted[p] for p in probes} == {2}  # an eighth of 16
     assert np.diff(probes).tolist()[:8] == [8, 16, 32, 64, 128, 256, 512, 512]
-    assert load.asked == 500
+    assert load.asked < 4000 / 24
 
 
 def test_on_drafts_all_but_for_a_plain_step_now_and_then() -> None:
     load = Load(costs([10.0] * 49))
-    drafted = load.run(640)
+    drafted = load.run(2560)
     assert set(drafted) == {16, 0}
     assert drafted.count(0) == 10
+
+
+def test_what_drafts_were_worth_lately_decides_too() -> None:
+    """At half of what they claim, drafts no longer pay; without any to learn from they are believed again."""
+    load = Load(costs(10 + 0.4 * np.arange(49)))
+    assert load.run(1) == [16]
+    for _ in range(100):
+        load.claims.note(20.0, 8)
+    assert max(load.run(24)[8:]) < 16
+    for _ in range(3000):
+        load.claims.note(0.0, 0)
+    assert 16 in load.run(64)
 
 
 def test_a_change_of_load_is_looked_at_at_once() -> None:

@@ -8,7 +8,7 @@ import pytest
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthView, search_budget
-from dspark_ray.scheduling.survival import survival
+from dspark_ray.scheduling.survival import rank_tokens, survival
 
 A = survival(np.array([[0.9, 0.6, 0.2], [0.8, 0.5, 0.1]]))
 
@@ -80,8 +80,15 @@ def test_algorithm1_takes_everything_that_is_free_and_worth_something():
 def test_adaptive_budget_is_stale_and_filling_is_current():
     stale = survival(np.array([[0.1, 0.1, 0.1], [0.95, 0.9, 0.9]]))
     decision = decide("adaptive", stale_survival=stale)
-    assert decision.budget == search_budget(stale, np.array([3, 3]), 2, view().cost_ms) == 3
+    assert decision.budget == search_budget(rank_tokens(stale, np.array([3, 3]))[0], 2, view().cost_ms) == 3
     assert decision.lens.tolist() == [2, 1]  # by current survival
+
+
+def test_adaptive_believes_claims_as_far_as_they_came_true():
+    believed = decide("adaptive", cost_ms=10.0 + 3.0 * np.arange(7))
+    doubted = decide("adaptive", cost_ms=10.0 + 3.0 * np.arange(7), claim_factor=0.5)
+    assert believed.budget > doubted.budget
+    assert doubted.lens.sum() == doubted.budget
 
 
 @pytest.mark.parametrize("mode", ["fixed", "threshold", "algorithm1", "adaptive"])
@@ -99,11 +106,11 @@ def test_a_wide_cap_changes_nothing(mode):
 
 def test_search_prefers_the_smaller_of_equals_and_stays_inside_the_curve():
     zeros = np.zeros((2, 3))
-    assert search_budget(zeros, np.array([3, 3]), 2, np.full(7, 10.0)) == 0
+    assert search_budget(rank_tokens(zeros, np.array([3, 3]))[0], 2, np.full(7, 10.0)) == 0
     ones = np.ones((2, 3))
-    assert search_budget(ones, np.array([3, 3]), 2, np.full(3, 10.0)) == 2
-    assert search_budget(ones, np.array([3, 3]), 2, np.full(7, 10.0), cap_tokens=4) == 4
-    assert search_budget(ones, np.array([3, 3]), 2, np.full(7, 10.0), cap_tokens=-1) == 0
+    assert search_budget(rank_tokens(ones, np.array([3, 3]))[0], 2, np.full(3, 10.0)) == 2
+    assert search_budget(rank_tokens(ones, np.array([3, 3]))[0], 2, np.full(7, 10.0), cap_tokens=4) == 4
+    assert search_budget(rank_tokens(ones, np.array([3, 3]))[0], 2, np.full(7, 10.0), cap_tokens=-1) == 0
 
 
 def test_search_equals_trying_every_budget():
@@ -115,7 +122,9 @@ def test_search_equals_trying_every_budget():
         cost = np.cumsum(rng.choice([0.0, 0.2, 3.0], size=int(max_lens.sum()) + 1)) + 5.0
         values = sorted((stale[r, k] for r in range(num_requests) for k in range(max_lens[r])), reverse=True)
         theta = [(num_requests + sum(values[:b])) / cost[b] for b in range(len(cost))]
-        assert theta[search_budget(stale, max_lens, num_requests, cost)] == pytest.approx(max(theta))
+        assert theta[search_budget(rank_tokens(stale, max_lens)[0], num_requests, cost)] == pytest.approx(
+            max(theta)
+        )
 
 
 def test_views_are_frozen():

@@ -19,6 +19,14 @@ def test_the_table_before_anything_is_known() -> None:
     assert costs.step_ms(StepSize(8, 7)) == 17.0
 
 
+def test_a_draft_token_costs_more_the_longer_the_contexts() -> None:
+    costs = live(context_ms_per_token=0.01, context_row_share=0.5)
+    near, far = costs.curve(2, 0, 4, 0), costs.curve(2, 0, 4, 2 * 300)
+    assert far - near == pytest.approx(6.0 + 0.01 * 300 * 0.5 * np.arange(5))  # 2 requests of 300 tokens
+    step = StepSize(6, draft_rows=4, context_tokens=600)
+    assert costs.step_ms(step) == pytest.approx(15.0 + 6.0 * (1 + 0.5 * 2))
+
+
 def test_no_costs_past_the_rows_there_are() -> None:
     assert len(live().curve(60, 0, 100, 0)) == 5
 

@@ -48,6 +48,14 @@ def test_context_is_billed_per_token():
     assert table(context_ms_per_token=0.001).verify_cost_ms(4, context_tokens=3000) == pytest.approx(15.0)
 
 
+def test_further_rows_of_a_request_share_its_context():
+    costs = table(context_ms_per_token=0.001, context_row_share=0.5)
+    assert costs.verify_cost_ms(4, 3000) == pytest.approx(12.0 + 3.0)  # four requests
+    assert costs.verify_cost_ms(4, 3000, 1) == pytest.approx(12.0 + 3.0 * (1 + 0.5 * 3))
+    assert costs.step_cost_ms(4, 0, 3000, 2) == pytest.approx(12.0 + 3.0 * 1.5)
+    assert StepTable.from_dict(costs.to_dict()).context_row_share == 0.5
+
+
 def test_prompts_add_what_their_rows_cost_in_the_layers():
     cheap = table(prompt_rows=[1, 17, 33], prompt_ms=[8.0, 16.0, 32.0])
     assert cheap.prompt_cost_ms(9) == pytest.approx(12.0)
@@ -125,6 +133,8 @@ def test_summary_is_one_line_with_the_digest():
         {"prompt_rows": [8, 1], "prompt_ms": [1.0, 2.0]},
         {"context_ms_per_token": -0.1},
         {"context_ms_per_token": float("nan")},
+        {"context_row_share": 1.5},
+        {"context_row_share": float("nan")},
     ],
 )
 def test_nonsense_is_refused(changes):

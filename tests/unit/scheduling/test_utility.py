@@ -7,7 +7,7 @@ import pytest
 
 from dspark_ray.core.types import TierTerms
 from dspark_ray.scheduling.lengths import LENGTH_RULES, LengthView, search_budget
-from dspark_ray.scheduling.survival import survival
+from dspark_ray.scheduling.survival import rank_tokens, survival
 from dspark_ray.scheduling.utility import Claims, best_utility, claims_of, utility_curve
 
 TERMS = (TierTerms("flex", 0.5), TierTerms("default", 1.0), TierTerms("priority", 2.0, 60.0))
@@ -51,7 +51,7 @@ def test_equal_weights_without_targets_are_throughput():
         scores, max_lens, _, cost_ms = random_case(rng)
         even = Claims(np.full(len(scores), 3.0), np.zeros(len(scores)), 8.0)
         budget = best_utility(scores, max_lens, even, cost_ms).budget
-        assert budget == search_budget(scores, max_lens, len(scores), cost_ms)
+        assert budget == search_budget(rank_tokens(scores, max_lens)[0], len(scores), cost_ms)
 
 
 def test_a_target_is_met_by_weights_where_throughput_alone_misses_it():
