@@ -9,8 +9,9 @@ First the engine runs the prompts in closed loops: with every draft verified (th
 and these times, the acceptance, and the lengths of the prompts and of their answers. Its answer is the rate
 of random arrivals at which one replica keeps the mean TPOT. Then the engine runs open loops at shares of
 that rate, arrivals at random, each `--seconds` long, greedy; every run is foretold twice: by the planner, and
-by the simulator with the same arrivals. The measured answer is the rate at which the TPOT meets the target on
-the line of best fit through all runs (logarithm of TPOT by rate).
+by the simulator with the same arrivals. The measured answer is the rate at which the planner's curve of TPOT
+by rate meets the target once it is scaled to all runs (by the mean ratio of measured to planned TPOT): one
+run near saturation is a small sample of a queue.
 Writes benchmarks/results/NAME.json and NAME.png. Needs an otherwise idle machine.
 """
 
@@ -90,8 +91,8 @@ def main() -> None:
             trial.confirm(share * planned.rate_per_s, options.seconds, seed)
             for seed, share in enumerate(sorted(options.shares))
         ]
+        measured = trial.measured_rate(rows)
         line = trial.line(1.3 * max(row["rate_per_s"] for row in rows))
-    measured = crossing([(row["rate_per_s"], row["tpot_ms"]) for row in rows], options.tpot)
     print_rows([_shown(row) for row in rows], "planner / simulator with the same arrivals / measured")
     error = None if measured is None else planned.rate_per_s / measured - 1
     found = "not reached" if measured is None else f"{measured:.2f} ({error:+.1%})"
@@ -109,14 +110,6 @@ def main() -> None:
         "line": line,
     }
     _write(options.name, result)
-
-
-def crossing(points: Sequence[tuple[float, float]], tpot_ms: float) -> float | None:
-    """The rate at which the TPOT is `tpot_ms` on the line of best fit of its logarithm; None if that does not
-    rise. points: rate, TPOT"""
-    rates, tpots = np.array(points, dtype=np.float64).T
-    slope, start = np.polyfit(rates, np.log(tpots), 1)
-    return float((np.log(tpot_ms) - start) / slope) if slope > 0 else None
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -197,6 +190,14 @@ class _Trial:
             f"simulated {simulated['tpot_ms']:.1f}, measured {measured['tpot_ms']:.1f} ms"
         )
         return row
+
+    def measured_rate(self, rows: Sequence[dict[str, Any]]) -> float | None:
+        """Requests a second at the target, by the planner's curve scaled to the runs; None if even a request
+        alone is slower then."""
+        assert self._capacity is not None, "plan first"
+        ratio = np.exp(np.mean([np.log(row["tpot_ms"] / row["tpot_ms_planned"]) for row in rows]))
+        found = self._capacity.most(self._tpot_ms / float(ratio))
+        return None if found is None else found.rate_per_s
 
     def line(self, most_rate: float) -> list[dict[str, float]]:
         """The planner's TPOT and budget by rate, for the plot."""

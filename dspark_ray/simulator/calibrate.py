@@ -65,7 +65,8 @@ def measured_times(
         draft_fixed_ms=table.draft_fixed_ms * drafts if len(table.draft_fixed_ms) else table.draft_fixed_ms,
         made_from={**table.made_from, "corrected": True},
     )
-    times = StepTimes(plain, speculated, _between_ms([[part.step for part in run] for run in steps]))
+    pause, pause_per_request = _pauses([[part.step for part in run] for run in steps])
+    times = StepTimes(plain, speculated, pause, pause_per_request)
     return replace(times, scatter=_scatter(times, parts, num_draft_tokens))
 
 
@@ -91,9 +92,10 @@ def _parted(table: StepTable, step: RecordedStep, num_draft_tokens: int) -> _Par
     return _Part(step, size, step.num_drafted * width, share, expected_ms, target_ms)
 
 
-def _between_ms(runs: Sequence[Sequence[RecordedStep]]) -> float:
-    """Mean time from one step's end to the next one's beginning, where the engine had something to do."""
-    gaps = []
+def _pauses(runs: Sequence[Sequence[RecordedStep]]) -> tuple[float, float]:
+    """Time from one step's end to the next one's beginning, where the engine had something to do: without
+    decoding requests, and for each; a line of best fit."""
+    counts, gaps = [], []
     for steps in runs:
         arrived = np.sort([request.arrived_ms for step in steps for request in step.ended])
         ended = np.sort([request.ended_ms for step in steps for request in step.ended])
@@ -103,8 +105,14 @@ def _between_ms(runs: Sequence[Sequence[RecordedStep]]) -> float:
             )
             gap_ms = after.ended_ms - after.measured_ms - before.ended_ms - after.recording_ms
             if there > 0 and gap_ms > 0:
+                counts.append(before.num_decoding)
                 gaps.append(gap_ms)
-    return float(np.mean(gaps)) if gaps else 0.0
+    if len(set(counts)) < 2:
+        return float(np.mean(gaps)) if gaps else 0.0, 0.0
+    slope, start = np.polyfit(counts, gaps, 1)
+    if slope < 0 or start < 0:  # it has no reason to fall: then noise is more than what there is to see
+        return float(np.mean(gaps)), 0.0
+    return float(start), float(slope)
 
 
 def _scatter(times: StepTimes, parts: Sequence[_Part], num_draft_tokens: int) -> Floats:

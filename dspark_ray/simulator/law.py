@@ -170,6 +170,7 @@ class SteadyLoad:
     verified: float  # draft tokens a step
     drafted: float  # tokens drafted a step
     tokens: Floats  # [tasks] a request and step
+    overshoot: float  # tokens that an answer's last step emits past its end, in the mean
 
 
 def steady_load(
@@ -199,7 +200,7 @@ def steady_load(
     plenty = np.full(num_decoding, 1 << 30, dtype=np.int64)
     quiet, busy = Load(0, context_tokens), Load(prefill_rows, context_tokens)
     emitted, counted = np.zeros(bank.num_tasks), np.zeros(bank.num_tasks)
-    total_ms = verified = drafted_before = now_ms = measured = 0.0
+    total_ms = verified = drafted_before = now_ms = measured = squares = 0.0
     for number in range(warm_steps + num_steps):
         if number == warm_steps:
             drafted_before = float(policy.drafted_tokens)
@@ -214,6 +215,7 @@ def steady_load(
             measured += 1
             total_ms += step_ms
             verified += budget
+            squares += float(((outcome.accepted + 1) ** 2).sum())
             emitted += np.bincount(tasks, weights=outcome.accepted + 1, minlength=bank.num_tasks)
             counted += np.bincount(tasks, minlength=bank.num_tasks)
     mean = emitted.sum() / max(counted.sum(), 1.0)
@@ -222,6 +224,8 @@ def steady_load(
         verified=verified / measured,
         drafted=(policy.drafted_tokens - drafted_before) / num_steps,
         tokens=np.where(counted > 0, emitted / np.maximum(counted, 1.0), mean),
+        # An end is somewhere in the tokens of its step, and the more likely in a step the more it emits.
+        overshoot=float((squares / max(emitted.sum(), 1.0) - 1.0) / 2.0),
     )
 
 
@@ -366,7 +370,7 @@ class _Surface:
         prefill_rows = min(prefill_rows, max(0, self.machine.max_step_rows - decoding))
         if decoding == 0:
             times = self.machine.times
-            step_ms = times.step_ms(StepSize(0, prompt_rows=max(prefill_rows, 1))) + times.between_ms
+            step_ms = times.step_ms(StepSize(0, prompt_rows=max(prefill_rows, 1))) + times.pause_ms(0)
             return np.array([step_ms, 0.0, 0.0, *np.ones(self._bank.num_tasks)])
         found = steady_load(
             self._settings, self.machine, self._bank, self._shares, self._rng,

@@ -3,12 +3,12 @@
 First on paper: a replica that always decodes R requests spends, for each request, its share of the decoding
 steps and the rows of its prompt,
 
-    s(R) = E[output − 1] / τ(R) · step(R) / R  +  E[prompt] · (cost of a prompt's row),
+    s(R) = (E[output − 1] + o) / τ(R) · step(R) / R  +  E[prompt] · (cost of a prompt's row),
 
 so it sustains 1/s(R) requests a second, each at TPOT(R) = R · s(R) / E[output − 1] (Little's law; a prompt's
-step emits the first token). The largest R that keeps the TPOT sizes the fleet. τ(R), step(R) and the budget
-come from running the policies on that load. What one replica alone carries when requests come by chance is
-less, and told beside it (`capacity.py`).
+step emits the first token; o: what an answer's last step emits past its end). The largest R that keeps the
+TPOT sizes the fleet. τ(R), o, step(R) and the budget come from running the policies on that load. What one
+replica alone carries when requests come by chance is less, and told beside it (`capacity.py`).
 Then in traffic: the simulator runs the fleet, which grows until enough requests meet the SLO.
 """
 
@@ -48,6 +48,7 @@ class Point:
     requests: int
     step_ms: float
     tau: float
+    overshoot: float  # tokens that an answer's last step emits past its end
     budget_tokens: float  # draft tokens verified a step
     tokens_per_s: float  # of the replica, decoding alone
     tokens_per_s_per_user: float
@@ -225,7 +226,8 @@ def _service(setting: Setting, machine: Machine, point: Point) -> tuple[float, f
         max(1, round(min(prompt, machine.max_step_rows))),
     )
     prompt_ms = prompt / rows * machine.times.table.added_prompt_ms(base, rows)
-    service_ms = decoded / point.tau * point.step_ms / point.requests + prompt_ms
+    steps = (decoded + point.overshoot) / point.tau
+    service_ms = steps * point.step_ms / point.requests + prompt_ms
     return service_ms / 1e3, point.requests * service_ms / decoded
 
 
@@ -280,6 +282,7 @@ def _point(requests: int, found: SteadyLoad, shares: np.ndarray) -> Point:
         requests=requests,
         step_ms=found.step_ms,
         tau=tau,
+        overshoot=found.overshoot,
         budget_tokens=found.verified,
         tokens_per_s=requests * tau / found.step_ms * 1e3,
         tokens_per_s_per_user=tau / found.step_ms * 1e3,

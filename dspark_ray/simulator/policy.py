@@ -128,7 +128,7 @@ class ReplicaPolicy:
         num_drafted = self._draft(slots, remaining, load, disturbance)
         measured_ms = disturbance * self._times.step_ms(step) + self._speculation.drafting_took_ms
         self._speculation.note_step(step, num_drafted, measured_ms)
-        return Ended(measured_ms, measured_ms + self._times.between_ms)
+        return Ended(measured_ms, measured_ms + self._times.pause_ms(step.decode_rows - step.draft_rows))
 
     def survival_report(self, slots: IntArray) -> tuple[FloatArray, IntArray]:
         """The scores that the engine would report of its decoding requests, and whose. → [≤ R, γ], [≤ R]"""

@@ -21,7 +21,10 @@ class StepTimes:
 
     table: StepTable  # of plain steps, of what prompts add to any, and of drafting
     speculating: StepTable | None = None  # its `verify_ms`: of steps with draft tokens; None: as plain ones
-    between_ms: float = 0.0  # from the end of a step to the next one's beginning; nobody measures it
+    # From a step's end to the next one's beginning, which no step's measured time holds: without decoding
+    # requests, and more for each.
+    between_ms: float = 0.0
+    between_ms_per_request: float = 0.0
     # [K] of successive steps, measured over expected time, 1 in the mean: steps go through it from some place
     # on, so that what lasts for a while in the machine lasts here. Empty: steps of a size are alike.
     scatter: Floats = field(default_factory=lambda: np.zeros(0))
@@ -33,6 +36,10 @@ class StepTimes:
             return self.table.step_cost_ms(step.decode_rows, step.prompt_rows, *context)
         decode_ms = self.speculating.verify_cost_ms(step.decode_rows, *context)
         return decode_ms + self.table.added_prompt_ms(step.decode_rows, step.prompt_rows)
+
+    def pause_ms(self, num_decoding: int) -> float:
+        """After a step with so many decoding requests."""
+        return self.between_ms + self.between_ms_per_request * num_decoding
 
     def draft_ms(self, num_requests: int, share: float) -> float:
         """Of drafting this share of a block for each of `num_requests`, in the mean."""

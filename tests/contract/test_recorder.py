@@ -116,7 +116,15 @@ def test_scatter_and_the_time_between_steps_are_kept() -> None:
     last = RecordedRequest(1, now_ms, 1.0, now_ms + mean_ms, 1, 0, 1)
     steps[-2], steps[-1] = replace(steps[-2], ended=(first,)), replace(steps[-1], ended=(last,))
     times = measured_times(table, [steps], 4)
-    assert times.between_ms == pytest.approx(1.0)
+    assert (times.between_ms, times.between_ms_per_request) == (pytest.approx(1.0), 0.0)
+    longer = [
+        replace(step, num_decoding=40, ended_ms=3 * step.ended_ms, measured_ms=3 * step.measured_ms)
+        for step in steps[:-1]
+    ]
+    longer[-1] = replace(longer[-1], ended=(replace(first, ended_ms=longer[-1].ended_ms),))
+    both = measured_times(table, [steps, longer], 4)  # 6 ms in all between two of these, 1 ms for the record
+    assert both.pause_ms(4) == pytest.approx(1.0)
+    assert both.pause_ms(40) == pytest.approx(5.0)
     np.testing.assert_allclose(times.scatter[:4], [0.9, 1.1, 0.9, 1.1], rtol=1e-3)
     way = Disturbances(times.scatter, np.random.default_rng(0))
     assert {round(way.next(), 1) for _ in range(50)} == {0.9, 1.0, 1.1}

@@ -8,6 +8,7 @@ from dspark_ray.cli.plan import draw
 from dspark_ray.core.errors import ConfigError
 from dspark_ray.core.types import VerificationMode
 from dspark_ray.simulator.planner import Candidate, candidates, curve, loads, plan
+from dspark_ray.simulator.run import simulate
 from tests.unit.simulator.scenarios import STEEP_TABLE, scenario, setting
 
 OFF = Candidate("off", VerificationMode.OFF)
@@ -90,3 +91,23 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     draw([curve(scenario(tmp_path), setting(tmp_path), OFF)], tmp_path / "plan.png", 50.0)
     assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_a_last_step_emits_past_the_end(tmp_path: Path) -> None:
+    """One request in a closed loop: steps of so many tokens are not cut to what an answer still needs."""
+    task = scenario(tmp_path).tasks[0].model_dump()
+    changes = {
+        "duration_s": 400,
+        "replicas": [{**scenario(tmp_path).replicas[0].model_dump(), "count": 1}],
+        "arrivals": {"kind": "closed", "clients": 1},
+        "tasks": [{**task, "prompt_tokens": {"values": [8]}, "output_tokens": {"values": [7]}}],
+    }
+    made = setting(tmp_path, **changes)
+    fixed = Candidate("fixed 4", VerificationMode.FIXED, 4)
+    point = curve(scenario(tmp_path, **changes), made, fixed).points[0]
+    speculation = {"mode": "fixed", "num_draft_tokens": 4}
+    figures = simulate(scenario(tmp_path, **changes, speculation=speculation)).figures
+    steps = (6 + point.overshoot) / point.tau
+    assert steps == pytest.approx(6 / figures["tau"], rel=0.06)
+    assert point.overshoot > 0.7
+    assert point.overshoot / point.tau > 0.3  # it matters
