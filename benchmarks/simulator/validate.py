@@ -7,10 +7,10 @@ Greedy answers, natural ends, closed loops. First a run with every draft verifie
 the simulator's acceptance, its answers' lengths the simulator's. Then, at each concurrency and in each mode,
 a round is recorded and the ones after it are measured. The records of a mode, of all concurrencies together,
 say what steps take (`simulator/calibrate.py`). The simulator then runs the same prompts and lengths, one step
-at a time: on the recorded times; on these without their scatter, to see what the noise of step times does;
-and as profiled. What speculation gains is told against plain decoding on the same times. All figures are of
-the steady part of a loop: after the first answers, while all places are taken. The budget is the mean of
-draft tokens verified in a step that decodes.
+at a time: on the recorded times, with several seeds; on these without their scatter, to see what the noise of
+step times does; and as profiled. What speculation gains is told against plain decoding on the same times. All
+figures are of the steady part of a loop: after the first answers, while all places are taken. The budget is
+the mean of draft tokens verified in a step that decodes.
 Writes benchmarks/results/NAME.json and NAME.png. Needs an otherwise idle machine.
 """
 
@@ -288,6 +288,10 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 color=colour,
                 label=f"{mode}, as profiled",
             )
+            runs = [row.get(f"{key}_runs_corrected") for row in mine]
+            if all(runs):  # of several seeds: how far apart a loop's own chances put them
+                low, high = zip(*((min(one), max(one)) for one in runs), strict=True)
+                axis.fill_between(load, low, high, color=colour, alpha=0.15)
         axis.set_xscale("log", base=2)
         axis.set(xlabel="requests in flight", ylabel=label)
         axis.grid(alpha=0.3)
