@@ -253,13 +253,14 @@ class Fleet:
     ) -> IntArray:
         """Rows of prompts that the next step will take, as far as is known now: what is left of those that
         run, and those that have come meanwhile and can start. [n]"""
+        if not self._law.exact:  # the look-up by load has no use for it
+            return np.zeros(len(replicas), dtype=np.int64)
         live = self._live[place] & ~ended
         pending = np.where(live, self._prefill[place], 0).sum(axis=1)
-        if self._law.exact:  # the look-up by load has no use for it
-            free = self.limits.max_running[replicas] - live.sum(axis=1)
-            for row in np.flatnonzero((self._queue.length[replicas] > 0) & (free > 0)):
-                replica = int(replicas[row])
-                pending[row] += self._queue.arrived_rows(replica, int(free[row]), self.clock_ms[replica])
+        free = self.limits.max_running[replicas] - live.sum(axis=1)
+        for row in np.flatnonzero((self._queue.length[replicas] > 0) & (free > 0)):
+            replica = int(replicas[row])
+            pending[row] += self._queue.arrived_rows(replica, int(free[row]), self.clock_ms[replica])
         rows_left = self.limits.max_step_rows[replicas] - still.sum(axis=1)
         return np.asarray(np.minimum(pending, np.maximum(rows_left, 0)))
 
