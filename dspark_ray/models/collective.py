@@ -101,9 +101,14 @@ class Group:
 
     def close(self) -> None:
         """Ends the connections: whoever waits for this rank is told at once."""
-        self._backend.abort()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.abort()
+        del backend  # gloo's abort leaves connections open, which close with the last reference only
 
     def _enter(self) -> Any:
+        if self._backend is None:
+            raise RankError(f"rank {self.rank} has left the others")
         self._num_entered += 1
         self.on_enter(self._num_entered)
         return self._backend

@@ -200,11 +200,15 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_ends_the_others_operations() -> None:
+    """At once: long before the time-out, whose message is another."""
     with ranks(3) as groups:
         groups[2].close()
         for group in groups[:2]:
-            with pytest.raises(RankError, match="cannot reach"):
+            with pytest.raises(RankError, match="cannot reach") as raised:
                 group.sum(torch.ones(4))
+            assert "Timed out" not in str(raised.value)
+        with pytest.raises(RankError, match="has left"):
+            groups[2].sum(torch.ones(4))
 
 
 def test_a_rank_that_is_late_is_not_waited_for() -> None:
