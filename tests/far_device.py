@@ -45,7 +45,7 @@ def host_waits() -> Iterator[list[str]]:
     try:
         yield waits
     finally:
-        _watching.remove(waits)
+        assert _watching.pop() is waits  # they may be nested
 
 
 def _note_wait(name: str) -> None:

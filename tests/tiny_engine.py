@@ -19,6 +19,7 @@ from dspark_ray.core.clock import ManualClock
 from dspark_ray.core.config import AppConfig, parse_app_config
 from dspark_ray.core.types import AdapterRef, Request, RequestOutput, SamplingParams
 from dspark_ray.engine.acceptance import verify
+from dspark_ray.engine.ahead import Ahead
 from dspark_ray.engine.build import DRAFTERS  # with every drafter registered
 from dspark_ray.engine.device_acceptance import verify_on_device
 from dspark_ray.engine.engine import Engine
@@ -189,11 +190,14 @@ def tiny_engine(
 
 PATHS = ("host", "device")
 """Who chooses tokens: code of the host, or what runs on a GPU, here on tensors of the CPU."""
+AHEAD = "ahead"
+"""As on the device, in steps that are launched before the one before them is read."""
 
 
 def on_path(path: str, engine: Engine) -> Engine:
-    """The engine, choosing tokens as on a GPU where `path` is "device"."""
-    on_device = path == "device"
+    """The engine, choosing tokens as on a GPU where `path` is not "host"."""
+    on_device = path != "host"
+    engine.ahead = Ahead(engine) if path == AHEAD else None
     engine.acceptor = verify_on_device if on_device else verify
     for owner in (engine.drafter, getattr(engine.drafter, "heads", None)):
         if hasattr(owner, "chooses_on_device"):

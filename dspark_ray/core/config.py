@@ -83,6 +83,11 @@ class EngineConfig(Section):
         description="on a GPU, whose attention the target runs: this project's, a library's where it can, or "
         "the faster one of what is installed, tried at start (docs/gpu.md)",
     )
+    ahead: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="launch a decoding step before the one that runs is read (docs/gpu.md); auto: where the "
+        "target is on a GPU; on: on a CPU, too, where it gains nothing",
+    )
     tensor_parallel_size: int = Field(
         1, ge=1, description="ranks that share the target of a replica (native; docs/cluster.md)"
     )

@@ -106,6 +106,28 @@ class Admission:
             sequence.blocks += self.pool.take(min(max(missing, 0), self.pool.num_free)) or []
         return kept
 
+    def make_room_ahead(self, wanted: Seq[tuple[Sequence, int, int]]) -> bool:
+        """As `make_room`, before it is known where the requests stand: blocks for so many tokens of each,
+        then, from what is left, for so many drafted ones. False where they run out before any is drafted:
+        someone has to be preempted.
+        """
+        for sequence, num_tokens, _ in wanted:
+            missing = self.pool.blocks_for(num_tokens) - len(sequence.blocks)
+            if missing > 0:
+                taken = self.pool.take(missing)
+                if taken is None:
+                    return False
+                sequence.blocks += taken
+        for sequence, num_tokens, num_drafted in wanted:
+            missing = self.pool.blocks_for(num_tokens + num_drafted) - len(sequence.blocks)
+            sequence.blocks += self.pool.take(min(max(missing, 0), self.pool.num_free)) or []
+        return True
+
+    def is_settled(self) -> bool:
+        """Whether the next step decodes what runs and does nothing else."""
+        could_start = self.waiting and len(self.running) < self.max_running
+        return not could_start and all(sequence.is_decoding for sequence in self.running)
+
     def draft_room(self, sequence: Sequence) -> int:
         """Draft tokens that the blocks it owns have room for."""
         return len(sequence.blocks) * self.pool.block_size - len(sequence.token_ids)

@@ -9,6 +9,7 @@ from dspark_ray.core.types import (
     FloatArray,
     IntArray,
     RowClaims,
+    VerificationMode,
 )
 from dspark_ray.engine.sequence import Sequence
 from dspark_ray.scheduling.lengths import LengthDecision
@@ -57,6 +58,31 @@ class BudgetPlanner(Speculation):
             sequence.zero_budget_steps = steps
         return decision
 
+    def choose_unseen(
+        self, decoding: list[Sequence], max_lens: IntArray, pending: int, load: Load, now_ms: float
+    ) -> int:
+        """The budget of a step whose drafts nobody has read: tokens that the device gives to the highest of
+        its own scores, `max_lens` [R] to a request at most. `note_length` follows when they are known.
+
+        pending: drafts that were launched since the newest that the host has read.
+        """
+        searched = np.zeros((len(decoding), self.num_draft_tokens), dtype=np.float32)
+        for row, sequence in enumerate(decoding):
+            if max_lens[row]:
+                searched[row] = self._old_survival(sequence, pending)
+        blocks = Blocks(searched, searched, max_lens)
+        return self.lengths(blocks, _waits(decoding), load, now_ms, self._claims_of(decoding)).budget
+
+    def can_choose_unseen(self) -> bool:
+        """Whether a budget says it all: the modes that stop at a score need to see it, and so do requests
+        that count differently."""
+        needs_scores = self.mode in (VerificationMode.THRESHOLD, VerificationMode.ALGORITHM1)
+        return not needs_scores and not self.tiers
+
+    def note_length(self, sequence: Sequence, length: int) -> None:
+        """So many tokens of its draft were verified."""
+        sequence.zero_budget_steps = 0 if length else sequence.zero_budget_steps + 1
+
     def wants_draft(self, decoding: list[Sequence], load: Load) -> list[Sequence]:
         """The requests to draft for the next step, decided from past steps only."""
         if not self.drafts:
@@ -75,7 +101,10 @@ class BudgetPlanner(Speculation):
         assert sequence.draft is not None
         if sequence.request.sampling.rule is not AcceptanceRule.REJECTION:
             return sequence.draft.survival
-        old = sequence.stale_survival()
+        return self._old_survival(sequence, 0)
+
+    def _old_survival(self, sequence: Sequence, pending: int) -> FloatArray:
+        old = sequence.stale_survival(pending)
         return self.mean_survival if old is None else old
 
     def _claims_of(self, decoding: list[Sequence]) -> Claims | None:

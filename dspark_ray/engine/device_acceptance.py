@@ -10,7 +10,7 @@ of a cumulative sum. Requests with an adjuster, which works on the host, are ver
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dspark_ray.core.types import AcceptanceRule
 from dspark_ray.engine.acceptance import Acceptor, Verdict, VerifyRequest, verify
-from dspark_ray.models.sampling import filtered_probs, sampling_rows
+from dspark_ray.models.sampling import SamplingRows, filtered_probs, sampling_rows
 from dspark_ray.models.transfer import arrays_to_device, to_host
 
 
@@ -53,7 +53,7 @@ def _verify_in_batches(
         own = by_host if is_hosts[index] else groups.setdefault(request.sampling.rule, [])
         own.append(index)
     found = [
-        torch.stack(_RULES[rule](_flatten(logits, [requests[i] for i in members]), vocab_map))
+        torch.stack(RULES[rule](_flatten(logits, [requests[i] for i in members], rule), vocab_map))
         for rule, members in groups.items()
     ]  # [2, R'] each
     verdicts = dict(zip(by_host, verify(logits, [requests[i] for i in by_host], vocab_map), strict=True))
@@ -66,93 +66,111 @@ def _verify_in_batches(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ragged:
-    """R requests with their rows side by side: one for each draft token, and one after those."""
+class JudgedRows:
+    """R requests with their rows side by side, one for each draft token and one after those, and what their
+    rule needs besides. There may be rows of no request behind them."""
 
-    requests: Seq[VerifyRequest]
-    lengths: list[int]  # R × ℓ
     logits: Tensor  # [M, V]
-    drafted: Tensor  # [M] int64 target ids; 0 in a request's last row
-    owner: Tensor  # [M] int64, whose row it is
+    drafted: Tensor  # [M] int64 target ids; any valid one in a request's last row
+    owner: Tensor  # [M] int64, whose row it is; any request where it is nobody's
     row_start: Tensor  # [R + 1] int32
+    most: int  # ≥ draft tokens of any request
+    filters: SamplingRows | None = None  # of the requests; None: all are greedy
+    noise_keys: Tensor | None = None  # [M] int64, with shared noise
+    # With the rejection rule:
+    uniforms: Tensor | None = None  # [M] fp64
+    draw_keys: Tensor | None = None  # [R] int64
+    draft_probs: Tensor | None = None  # [M, Vd], anything where no token was drafted; None: one-hot
+    one_hot: Tensor | None = None  # [R] bool: these requests' are; None: nobody's
 
-    @property
-    def most(self) -> int:
-        return max(self.lengths)
+    def probs(self) -> Tensor:
+        """p of every row. → [M, V] fp32"""
+        assert self.filters is not None
+        return filtered_probs(self.logits, self.filters.select(self.owner))
 
 
-def _flatten(logits: Tensor, requests: Seq[VerifyRequest]) -> _Ragged:
-    lengths = [len(r.draft_tokens) for r in requests]
+def by_argmax(rows: JudgedRows, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Tokens that stand and the target's own after them, [R] int64 each; so do those below."""
+    return leading_matches(argmax(rows.logits), rows.drafted, rows.row_start, rows.most)
+
+
+def by_shared_noise(rows: JudgedRows, _: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert rows.noise_keys is not None
+    chosen = noisy_argmax(rows.probs(), rows.noise_keys, None)
+    return leading_matches(chosen, rows.drafted, rows.row_start, rows.most)
+
+
+def by_rejection(rows: JudgedRows, vocab_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`vocab_map` [Vd]: draft id → target id, None: the same."""
+    assert rows.uniforms is not None
+    assert rows.draw_keys is not None
+    draft_ids = None
+    if rows.draft_probs is not None and vocab_map is not None:
+        draft_ids = torch.searchsorted(vocab_map, rows.drafted).clamp_(max=len(vocab_map) - 1)
+    return accept(
+        rows.probs(),
+        rows.drafted,
+        rows.row_start,
+        rows.most,
+        rows.uniforms,
+        rows.draw_keys,
+        rows.draft_probs,
+        rows.one_hot if rows.draft_probs is not None else None,
+        vocab_map if rows.draft_probs is not None else None,
+        draft_ids,
+    )
+
+
+RULES: dict[AcceptanceRule, Callable[[JudgedRows, Tensor | None], tuple[Tensor, Tensor]]] = {
+    AcceptanceRule.GREEDY: by_argmax,
+    AcceptanceRule.SHARED_NOISE: by_shared_noise,
+    AcceptanceRule.REJECTION: by_rejection,
+}
+
+
+def _flatten(logits: Tensor, requests: Seq[VerifyRequest], rule: AcceptanceRule) -> JudgedRows:
+    """The requests of a rule, their lengths and tokens known on the host."""
+    device, lengths = logits.device, [len(r.draft_tokens) for r in requests]
     sizes = np.array(lengths) + 1
     starts = np.concatenate([[0], sizes.cumsum()])
     owner = np.repeat(np.arange(len(sizes)), sizes)
     drafted = np.array([token for r in requests for token in (*r.draft_tokens, 0)], dtype=np.int64)
     rows = np.array([r.first_row for r in requests])[owner] + np.arange(len(owner)) - starts[owner]
-    *placed, chosen = arrays_to_device(logits.device, drafted, owner, starts, rows)
+    *placed, chosen = arrays_to_device(device, drafted, owner, starts, rows)
     if len(rows) < len(logits):  # else all of them, which come in order
         logits = logits.index_select(0, chosen)
-    return _Ragged(requests, lengths, logits, placed[0], placed[1], placed[2].int())
-
-
-def _by_argmax(ragged: _Ragged, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    return leading_matches(argmax(ragged.logits), ragged.drafted, ragged.row_start, ragged.most)
-
-
-def _by_shared_noise(ragged: _Ragged, _: Tensor | None) -> tuple[Tensor, Tensor]:
-    noise = np.concatenate([r.noise_keys for r in ragged.requests if r.noise_keys is not None])
-    (keys,) = arrays_to_device(ragged.logits.device, noise)
-    chosen = noisy_argmax(_probs(ragged), keys, None)
-    return leading_matches(chosen, ragged.drafted, ragged.row_start, ragged.most)
-
-
-def _by_rejection(ragged: _Ragged, vocab_map: Tensor | None) -> tuple[Tensor, Tensor]:
-    requests, device = ragged.requests, ragged.logits.device
+    plain = JudgedRows(logits, placed[0], placed[1], placed[2].int(), max(lengths))
+    if rule is AcceptanceRule.GREEDY:
+        return plain
+    filters = sampling_rows([r.sampling for r in requests], logits.shape[1], device)
+    if rule is AcceptanceRule.SHARED_NOISE:
+        noise = np.concatenate([r.noise_keys for r in requests if r.noise_keys is not None])
+        (keys,) = arrays_to_device(device, noise)
+        return replace(plain, filters=filters, noise_keys=keys)
     # The last row's number of each request is not looked at.
-    chances = np.concatenate([r.rng.random(n + 1) for r, n in zip(requests, ragged.lengths, strict=True)])
-    keys = np.array([r.rng.integers(-(2**63), 2**63, dtype=np.int64) for r in requests])
+    chances = np.concatenate([r.rng.random(n + 1) for r, n in zip(requests, lengths, strict=True)])
+    draws = np.array([r.rng.integers(-(2**63), 2**63, dtype=np.int64) for r in requests])
     hot = np.array([r.draft_probs is None for r in requests], dtype=np.int64)
-    uniforms, draw_keys, one_hot = arrays_to_device(device, chances, keys, hot)
-    draft_probs, draft_ids = _draft_probs(ragged), None
-    if draft_probs is not None and vocab_map is not None:
-        draft_ids = torch.searchsorted(vocab_map, ragged.drafted).clamp_(max=len(vocab_map) - 1)
-    return accept(
-        _probs(ragged),
-        ragged.drafted,
-        ragged.row_start,
-        ragged.most,
-        uniforms,
-        draw_keys,
-        draft_probs,
-        one_hot.bool() if draft_probs is not None and hot.any() else None,
-        vocab_map if draft_probs is not None else None,
-        draft_ids,
+    uniforms, draw_keys, one_hot = arrays_to_device(device, chances, draws, hot)
+    return replace(
+        plain,
+        filters=filters,
+        uniforms=uniforms,
+        draw_keys=draw_keys,
+        draft_probs=_draft_probs(requests, lengths),
+        one_hot=one_hot.bool() if hot.any() else None,
     )
 
 
-def _draft_probs(ragged: _Ragged) -> Tensor | None:
+def _draft_probs(requests: Seq[VerifyRequest], lengths: Seq[int]) -> Tensor | None:
     """q of every row [M, Vd]; anything where a request has none or no token was drafted. None: nobody has."""
-    known = [r.draft_probs for r in ragged.requests if r.draft_probs is not None]
+    known = [r.draft_probs for r in requests if r.draft_probs is not None]
     if not known:
         return None
     anything, parts = known[0][:1], []
-    for request, length in zip(ragged.requests, ragged.lengths, strict=True):
+    for request, length in zip(requests, lengths, strict=True):
         if request.draft_probs is None:
             parts.append(anything.expand(length + 1, -1))
         else:
             parts += [request.draft_probs[:length], anything]
     return torch.cat(parts)
-
-
-def _probs(ragged: _Ragged) -> Tensor:
-    """p of every row. → [M, V] fp32"""
-    logits = ragged.logits
-    columns = sampling_rows([r.sampling for r in ragged.requests], logits.shape[1], logits.device)
-    return filtered_probs(logits, columns.select(ragged.owner))
-
-
-_RULES: dict[AcceptanceRule, Callable[[_Ragged, Tensor | None], tuple[Tensor, Tensor]]] = {
-    AcceptanceRule.GREEDY: _by_argmax,
-    AcceptanceRule.SHARED_NOISE: _by_shared_noise,
-    AcceptanceRule.REJECTION: _by_rejection,
-}
-"""(the rows, vocab_map) → tokens that stand and the target's own after them, [R] int64 each."""

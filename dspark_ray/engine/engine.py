@@ -27,11 +27,13 @@ from dspark_ray.core.types import (
     StepDetails,
     StepPlan,
     SurvivalReport,
+    TokenLogprobs,
     VerificationMode,
 )
 from dspark_ray.engine.acceptance import Verdict, VerifyRequest
 from dspark_ray.engine.adapters import Adapters
 from dspark_ray.engine.admission import Admission
+from dspark_ray.engine.ahead import Ahead, goes_ahead
 from dspark_ray.engine.batch import VerifyBatch, Work, pack
 from dspark_ray.engine.block_pool import BlockPool
 from dspark_ray.engine.budget import BudgetPlanner, row_claims
@@ -122,6 +124,7 @@ class Engine:
         self.acceptor = acceptor_for(target.device)
         self.graphs: GraphedTarget | None = None  # set by `build_engine` on a GPU
         self.recorder: StepRecorder | None = None  # set by `build_engine` where a record is configured
+        self.ahead = Ahead(self) if goes_ahead(config, target) else None
         adaptive = config.speculation.mode is VerificationMode.ADAPTIVE
         self.context_watch = ContextWatch(config.speculation.num_draft_tokens) if adaptive else None
         self._coupling = Coupling(self.budget, clock)
@@ -130,6 +133,8 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._sequences: dict[str, Sequence] = {}
         self._shed: list[tuple[str, QueueFullError]] = []
+        self._held: list[RequestOutput] = []  # of a step that had to be read between two calls
+        self._claimed_tokens = 0.0  # that the scores promised of the step at hand
         self._num_finished = self._num_aborted = 0
 
     # -- requests ----------------------------------------------------------------------------------
@@ -168,6 +173,9 @@ class Engine:
         self._num_aborted += 1
         if self.recorder is not None:
             self.recorder.ended(sequence)
+        self._held = [output for output in self._held if output.request_id != request_id]
+        if self.ahead is not None and not self._sequences:
+            self.ahead.drop()
         return True
 
     def take_shed(self) -> list[tuple[str, QueueFullError]]:
@@ -194,14 +202,32 @@ class Engine:
         return sequence.usage() if sequence else None
 
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences or self._held)
+
+    def runs(self, sequence: Sequence) -> bool:
+        """Whether it is here still, and not another one of its name."""
+        return self._sequences.get(sequence.request.request_id) is sequence
 
     # -- the step ----------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
-        """One target step: the new tokens of every request that got some."""
-        started_ms = self._clock.now_ms()
+        """One target step: the new tokens of every request that got some. Where it can, it is one that was
+        launched before (engine/ahead.py)."""
+        held, self._held = self._held, []
+        self.begin_step()
+        outputs = None if self.ahead is None else self.ahead.step()
+        return held + (self._step() if outputs is None else outputs)
+
+    def begin_step(self) -> None:
+        """Whose time is up goes."""
+        self._coupling.expire()
+        self.admission.waiting.expire()
+        self._forget_shed()
+
+    def _step(self) -> list[RequestOutput]:
+        """One that is planned, carried out and read."""
+        started_ms = self.now_ms()
         work = self._plan()
         if not work:
             return []
@@ -209,21 +235,25 @@ class Engine:
         verdicts = self._accept(batch, forwarded)
         outputs = self._commit(batch, forwarded, verdicts)
         num_drafted = self._draft()
-        self._note(batch, num_drafted, started_ms)
+        self.note_step(
+            batch.work,
+            len(batch.token_ids),
+            batch.context_tokens,
+            num_drafted,
+            self.budget.draft_tokens(),
+            self.now_ms() - started_ms,
+        )
         if self.hot_swap is not None:
             self.hot_swap.tick()
         return outputs
 
     def _plan(self) -> list[Work]:
         """Blocks first, then lengths by the budget, then prefill in the rows that are left."""
-        self._coupling.expire()
-        self.admission.waiting.expire()
-        self._forget_shed()
         decoding = self.admission.make_room()
-        room = [min(self.admission.draft_room(s), self._context_cap(s)) for s in decoding]
+        room = [min(self.admission.draft_room(s), self.context_cap(s)) for s in decoding]
         explore = self.drafter is not None and self.drafter.wants_full_verification()
         decision = self.budget.choose(
-            decoding, room, self._load(decoding), self._clock.now_ms(), explore=explore
+            decoding, room, self.load(decoding), self._clock.now_ms(), explore=explore
         )
         work = self.admission.fill(decoding, decision.lens.tolist())
         for item in work:
@@ -231,11 +261,13 @@ class Engine:
                 item.sequence.queue_ms = self._clock.now_ms() - item.sequence.queued_ms
         return work
 
-    def _context_cap(self, sequence: Sequence) -> int:
+    def context_cap(self, sequence: Sequence) -> int:
+        """Draft tokens that contexts of its length are worth at most."""
         watch = self.context_watch
         return self.counters.block_size if watch is None else watch.cap(len(sequence.token_ids))
 
-    def _load(self, decoding: Seq[Sequence]) -> Load:
+    def load(self, decoding: Seq[Sequence]) -> Load:
+        """What the next step holds besides the drafts of these."""
         rows = self.admission.pending_prefill_rows()
         return Load(
             prefill_rows=min(rows, self.config.engine.max_step_rows - len(decoding)),
@@ -293,8 +325,7 @@ class Engine:
         outputs: list[RequestOutput] = []
         outcomes: list[Outcome] = []
         kept_rows: list[np.ndarray] = []
-        first_row = first_logits = num_accepted = 0
-        num_claimed = 0.0
+        first_row = first_logits = 0
         next_tokens: list[int] = []
         for item, verdict in zip(batch.work, verdicts, strict=True):
             sequence, draft_tokens = item.sequence, item.draft_tokens
@@ -306,39 +337,25 @@ class Engine:
             kept_rows.append(np.arange(first_row, first_row + committed))
             first_row += item.num_rows
             first = sequence.num_computed
-            sequence.num_computed += committed
-            details = _details(item, accepted) if sequence.request.speculation_details else None
-            emitted: list[int] = []
-            if verdict is not None:
-                emitted = self._emit(sequence, [*draft_tokens[:accepted], verdict.next_token])
-            if item.decoding:
-                outcome = self._outcome(item, accepted, len(emitted))
-                outcomes.append(outcome)
-                if self.draft_log is not None and sequence.draft is not None:
-                    self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
-                if self.recorder is not None:
-                    self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
-                verified = outcome.num_verified
-                expected = float(sequence.draft.survival[:verified].sum()) if sequence.draft else 0.0
-                self.counters.expected_tokens += expected
-                num_claimed, num_accepted = num_claimed + expected, num_accepted + outcome.num_accepted
-                if self.context_watch is not None:
-                    self.context_watch.note(first + 1, verified, outcome.num_accepted, expected)
-                self._count_decode(sequence, outcome, len(emitted))
+            num_logits = len(draft_tokens) + 1 if verdict is not None else 0
+            logits = forwarded.logits[first_logits : first_logits + num_logits]
+            output, outcome = self.settle(item, verdict, logits, in_full=self.budget.verified_in_full)
+            outputs += [] if output is None else [output]
+            outcomes += [] if outcome is None else [outcome]
             next_tokens += _tokens_after(sequence.token_ids, first, committed)
-            self._register_prefix(sequence)
-            if emitted:
-                self.counters.emitted_tokens += len(emitted)
-                logits = forwarded.logits[first_logits : first_logits + len(emitted)]
-                outputs.append(self._output(sequence, emitted, logits, details))
-            if verdict is not None:
-                first_logits += len(draft_tokens) + 1
+            first_logits += num_logits
         if self.drafter is not None:
             self.drafter.commit(self._context_rows(batch, forwarded.output.taps, kept_rows, next_tokens))
-            self.drafter.observe(outcomes)
-            self.budget.note_outcomes(num_claimed, num_accepted)
+            self.learn(outcomes)
         self.counters.target_steps += 1
         return outputs
+
+    def learn(self, outcomes: Seq[Outcome]) -> None:
+        """From what became of a step's drafts."""
+        assert self.drafter is not None
+        self.drafter.observe(outcomes)
+        claimed, self._claimed_tokens = self._claimed_tokens, 0.0
+        self.budget.note_outcomes(claimed, sum(outcome.num_accepted for outcome in outcomes))
 
     def _context_rows(
         self, batch: VerifyBatch, taps: Tensor, kept_rows: Seq[np.ndarray], next_tokens: Seq[int]
@@ -352,13 +369,45 @@ class Engine:
         rows = to_device(torch.from_numpy(np.concatenate(kept_rows)), device)
         return ContextRows(taps[rows], batch.positions[rows], batch.slots[rows], following)
 
-    def _outcome(self, item: Work, num_accepted: int, num_emitted: int) -> Outcome:
+    def settle(
+        self, item: Work, verdict: Verdict | None, logits: Tensor | None, *, in_full: bool
+    ) -> tuple[RequestOutput | None, Outcome | None]:
+        """What a step meant for one request: its tokens, its end, its counts. logits [ℓ + 1, V] of its rows,
+        None where nobody wants log-probabilities; `in_full`: whole drafts were verified."""
+        sequence, draft_tokens = item.sequence, item.draft_tokens
+        accepted = verdict.num_accepted if verdict else 0
+        first, outcome = sequence.num_computed, None
+        sequence.num_computed += 1 + accepted if item.decoding else item.num_rows
+        details = _details(item, accepted) if sequence.request.speculation_details else None
+        emitted: list[int] = []
+        if verdict is not None:
+            emitted = self._emit(sequence, [*draft_tokens[:accepted], verdict.next_token])
+        if item.decoding:
+            outcome = self._outcome(item, accepted, len(emitted), in_full=in_full)
+            if self.draft_log is not None and sequence.draft is not None:
+                self.draft_log.note(sequence, outcome.num_verified, accepted, len(emitted))
+            if self.recorder is not None:
+                self.recorder.verified(sequence, outcome.num_verified, accepted, len(emitted))
+            verified = outcome.num_verified
+            expected = float(sequence.draft.survival[:verified].sum()) if sequence.draft else 0.0
+            self.counters.expected_tokens += expected
+            self._claimed_tokens += expected
+            if self.context_watch is not None:
+                self.context_watch.note(first + 1, verified, outcome.num_accepted, expected)
+            self._count_decode(sequence, outcome, len(emitted))
+        self._register_prefix(sequence)
+        if not emitted:
+            return None, outcome
+        self.counters.emitted_tokens += len(emitted)
+        return self._output(sequence, emitted, logits, details), outcome
+
+    def _outcome(self, item: Work, num_accepted: int, num_emitted: int, *, in_full: bool) -> Outcome:
         verified, draft = len(item.draft_tokens), item.sequence.draft
         return Outcome(
             num_verified=verified,
             num_accepted=min(num_accepted, num_emitted),
             num_known=verified if num_emitted > num_accepted else num_emitted,
-            in_full=self.budget.verified_in_full,
+            in_full=in_full,
             note=None if draft is None else draft.note,
         )
 
@@ -404,6 +453,8 @@ class Engine:
 
     def forget_drafts(self) -> list[Sequence]:
         """Drops every unverified draft; the requests that run."""
+        if self.ahead is not None:
+            self._held += self.ahead.finish()
         for sequence in self.admission.running:
             self._forget_draft(sequence)
         return self.admission.running
@@ -431,17 +482,21 @@ class Engine:
             )
 
     def _output(
-        self, sequence: Sequence, emitted: list[int], logits: Tensor, details: StepDetails | None
+        self, sequence: Sequence, emitted: list[int], logits: Tensor | None, details: StepDetails | None
     ) -> RequestOutput:
-        """The step's output; a finished request leaves the engine here. logits [len(emitted), V]"""
+        """The step's output; a finished request leaves the engine here. logits [≥ len(emitted), V]"""
         if self.recorder is not None:
             self.recorder.emitted(sequence)
         request, num_top = sequence.request, sequence.request.sampling.logprobs
         is_first = sequence.num_output == len(emitted)
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if num_top is not None:
+            assert logits is not None
+            logprobs = tuple(token_logprobs(logits[: len(emitted)], emitted, num_top))
         output = RequestOutput(
             request.request_id,
             tuple(emitted),
-            logprobs=() if num_top is None else tuple(token_logprobs(logits, emitted, num_top)),
+            logprobs=logprobs,
             prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else (),
             details=details,
         )
@@ -457,11 +512,11 @@ class Engine:
         if self.drafter is None:
             return 0
         decoding = self.admission.decoding()
-        chosen = self.budget.wants_draft(decoding, self._load(decoding))
-        chosen = [sequence for sequence in chosen if self._context_cap(sequence) > 0]
+        chosen = self.budget.wants_draft(decoding, self.load(decoding))
+        chosen = [sequence for sequence in chosen if self.context_cap(sequence) > 0]
         if not chosen:
             return 0
-        width, started_ms = self.budget.draft_tokens(), self._clock.now_ms()
+        width, started_ms = self.budget.draft_tokens(), self.now_ms()
         block = self.drafter.propose(
             [
                 DraftRequest(
@@ -477,12 +532,19 @@ class Engine:
                 for s in chosen
             ]
         )
-        scores = np.zeros((len(chosen), self.counters.block_size), dtype=np.float32)
-        scores[:, :width] = survival(block.confidences)
-        self.budget.note_draft(scores, self._clock.now_ms() - started_ms)
-        for row, sequence in enumerate(chosen):
-            self._keep_draft(sequence, block, row, scores[row])
+        self.keep_drafts(chosen, block, width, self.now_ms() - started_ms)
         return len(chosen)
+
+    def keep_drafts(
+        self, sequences: Seq[Sequence], block: DraftBlock, width: int, took_ms: float | None
+    ) -> None:
+        """A block's proposals of `width` tokens, until they are verified; None: nobody knows how long they
+        took."""
+        scores = np.zeros((len(sequences), self.counters.block_size), dtype=np.float32)
+        scores[:, :width] = survival(block.confidences)
+        self.budget.note_draft(scores, took_ms, width)
+        for row, sequence in enumerate(sequences):
+            self._keep_draft(sequence, block, row, scores[row])
 
     def _keep_draft(self, sequence: Sequence, block: DraftBlock, row: int, scores: FloatArray) -> None:
         sequence.remember(scores)
@@ -494,15 +556,23 @@ class Engine:
             self.counters.drafts += 1
             self.counters.drafted_tokens += len(tokens)
 
-    def _note(self, batch: VerifyBatch, num_drafted: int, started_ms: float) -> None:
-        """Measured against predicted step time: corrects the table, feeds the metrics."""
-        measured_ms = self._clock.now_ms() - started_ms
-        decoding = sum(w.decoding for w in batch.work)
-        decode_rows = sum(w.num_rows for w in batch.work if w.decoding)
-        verified, rows = decode_rows - decoding, len(batch.token_ids)
+    def note_step(
+        self,
+        work: Seq[Work],
+        rows: int,
+        context_tokens: int,
+        num_drafted: int,
+        width: int,
+        measured_ms: float,
+    ) -> None:
+        """Measured against predicted step time: corrects the table, feeds the metrics. `width` tokens were
+        drafted for `num_drafted` requests."""
+        decoding = sum(w.decoding for w in work)
+        decode_rows = sum(w.num_rows for w in work if w.decoding)
+        verified = decode_rows - decoding
         draft_ms = self.budget.drafting_took_ms
-        size = StepSize(decode_rows, verified, rows - decode_rows, batch.context_tokens)
-        predicted_ms = self.budget.note_step(size, num_drafted, measured_ms)
+        size = StepSize(decode_rows, verified, rows - decode_rows, context_tokens)
+        predicted_ms = self.budget.note_step(size, num_drafted, measured_ms, width)
         record = StepRecord(
             ended_ms=self._clock.now_ms(),
             measured_ms=measured_ms,
@@ -513,11 +583,14 @@ class Engine:
         )
         self._recent.add(record)
         if self.context_watch is not None:
-            self.context_watch.end_step(*self.budget.speculation_ms(size, num_drafted))
+            self.context_watch.end_step(*self.budget.speculation_ms(size, num_drafted, width))
         if self.recorder is not None:
-            width = self.budget.draft_tokens()
-            self.recorder.step(record, num_drafted, width, draft_ms, batch.context_tokens)
+            self.recorder.step(record, num_drafted, width, draft_ms, context_tokens)
         self._coupling.base_rows = decoding
+
+    def now_ms(self) -> float:
+        """On the engine's clock."""
+        return self._clock.now_ms()
 
     # -- what others see ---------------------------------------------------------------------------
 

@@ -48,6 +48,15 @@ class GraphedTarget:
             item.decoding and item.sequence.request.adapter is None for item in batch.work
         )
 
+    def size_for(self, num_rows: int, max_query: int) -> int | None:
+        """Rows of the captured pass that holds so many, and so many of one request; None: there is none."""
+        return self.runner.size_for(num_rows) if self.runner.takes(num_rows, max_query) else None
+
+    @torch.inference_mode()
+    def run_rows(self, rows: FlatRows, taps: tuple[int, ...]) -> DecoderOutput:
+        """The pass of rows on the device, as many as a captured one has. Overwritten by the next call."""
+        return self.runner.run(rows, taps)[1]
+
     @torch.inference_mode()
     def run(self, batch: VerifyBatch, taps: tuple[int, ...]) -> tuple[VerifyBatch, DecoderOutput]:
         """The pass of a batch that lies on the host → the batch on the device, and what the target said, for

@@ -98,9 +98,12 @@ class Sequence:
         """Of the next `count` output tokens; None without shared noise."""
         return None if self.noise is None else self.noise.keys(self.num_output, count)
 
-    def stale_survival(self) -> FloatArray | None:
-        """Scores at least two steps old, or None: never the current block's."""
-        return self.survival_history[0] if len(self.survival_history) > STALE_STEPS else None
+    def stale_survival(self, pending: int = 0) -> FloatArray | None:
+        """Scores at least two steps old, or None: never the current block's. `pending`: later drafts whose
+        scores are not known yet, the current block's among them."""
+        age = STALE_STEPS + 1 - pending
+        assert age > 0, "more drafts are pending than scores must be old"
+        return self.survival_history[-age] if len(self.survival_history) >= age else None
 
     def remember(self, survival: FloatArray) -> None:
         """Notes a new draft's scores; keeps just enough to look `STALE_STEPS` back."""

@@ -136,7 +136,7 @@ class _Buffers:
         self.kv_len.fill_(1)
 
     def fill(self, given: FlatRows, size: int) -> None:
-        """Copies rows, `size` at most, and pads them to so many. They lie on the host."""
+        """Copies rows, `size` at most, and pads them to so many."""
         rows, paged = len(given.token_ids), given.paged
         requests, pad = len(paged.kv_len), size - rows
         assert pad >= 0
@@ -200,10 +200,14 @@ class GraphRunner(Generic[Variant, Output]):
         """Whether a captured pass holds so many rows, and so many of one request."""
         return num_rows <= self.sizes[-1] and max_query <= self._limits.max_query
 
+    def size_for(self, num_rows: int) -> int:
+        """Of the smallest captured pass that holds them."""
+        return self.sizes[bisect.bisect_left(self.sizes, num_rows)]
+
     def run(self, given: FlatRows, variant: Variant) -> tuple[FlatRows, Output]:
-        """Rows that lie on the host → themselves on the device, pad rows behind them, and what the pass gave
-        for all of these. Both are overwritten by the next call."""
-        size = self.sizes[bisect.bisect_left(self.sizes, len(given.token_ids))]
+        """Rows of the host or the device → themselves on the device, pad rows behind them, and what the pass
+        gave for all of these. Both are overwritten by the next call."""
+        size = self.size_for(len(given.token_ids))
         captured = self._get(size, variant)
         self._buffers.fill(given, size)
         return self._buffers.rows(size), captured.replay()
@@ -224,4 +228,6 @@ def _put(buffer: Tensor, values: Tensor, pad: int, filler: int) -> None:
 
 
 def _joined(values: Tensor, more: np.ndarray) -> Tensor:
-    return torch.cat([values, torch.from_numpy(more.astype(np.int32))])
+    if not len(more):
+        return values
+    return torch.cat([values, to_device(torch.from_numpy(more.astype(np.int32)), values.device)])

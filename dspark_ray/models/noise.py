@@ -8,6 +8,7 @@ import hashlib
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dspark_ray.core.types import AcceptanceRule, Request
 
@@ -25,10 +26,20 @@ class SharedNoise:
         digest = hashlib.sha256(words.astype("<u8").tobytes()).digest()
         self._key = np.uint64(int.from_bytes(digest[:8], "little"))
 
+    @property
+    def base(self) -> int:
+        """What `keys_at` makes keys of; in int64."""
+        return int(self._key.astype(np.int64))
+
     def keys(self, first: int, count: int) -> NDArray[np.int64]:
         """Of output positions `first` … `first + count − 1`. [count]"""
         places = np.arange(first + 1, first + count + 1, dtype=np.uint64)
         return (self._key + places * _STEP).view(np.int64)
+
+
+def keys_at(bases: Tensor, places: Tensor) -> Tensor:
+    """Keys of output positions that only a device knows. int64, broadcast; numbers wrap, as the host's do"""
+    return bases + (places + 1) * int(_STEP.astype(np.int64))
 
 
 def shared_noise(request: Request) -> SharedNoise | None:

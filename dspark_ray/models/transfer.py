@@ -1,8 +1,10 @@
 """Between the host and a device without waiting, and the one way back that waits.
 
-`to_host` is the only place where a step waits for its device; a test and the GPU check fail when anything
-else does.
+`HostCopy.wait` is the only place where a step waits for its device; a test and the GPU check fail when
+anything else does.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,35 +15,54 @@ from torch import Tensor
 def to_device(values: Tensor, device: torch.device | None) -> Tensor:
     """A host tensor there, in the order of the device's work; the tensor itself for the CPU and for None.
 
-    The host goes on at once. Pageable memory is staged by the driver, so `values` may be dropped.
+    The host goes on at once, and `values` may be dropped. NOTE: pinned first, since a copy of pageable memory
+    may wait for all that the device has been told before.
     """
-    if device is None or device.type == "cpu":
+    if device is None or device.type == "cpu" or not values.is_cpu:
         return values
+    if device.type == "cuda" and not values.is_pinned():
+        values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
-def arrays_to_device(device: torch.device, *arrays: NDArray[np.generic]) -> list[Tensor]:
-    """Arrays of 8-byte numbers in one copy, each with its own type."""
+def arrays_to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Arrays of numbers in one copy, each with its own type and shape."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    whole = to_device(torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays])), device)
-    parts = whole.split([len(array) for array in arrays])
+    parts, ends = [], [0]
+    for array in arrays:
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        pad = -len(flat) % 8  # each begins where numbers of 8 bytes may
+        parts += [flat, np.zeros(pad, dtype=np.uint8)]
+        ends.append(ends[-1] + len(flat) + pad)
+    whole = to_device(torch.from_numpy(np.concatenate(parts)), device)
     return [
-        part.view(torch.float64) if array.dtype == np.float64 else part
-        for part, array in zip(parts, arrays, strict=True)
+        whole[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
+        for array, start in zip(arrays, ends, strict=False)
     ]
+
+
+class HostCopy:
+    """Values on their way to the host, behind all that the device was told before."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._copied = values, None
+        if values.is_cuda:  # torch keeps pinned memory for the next ones: two such buffers take turns
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> Tensor:
+        """The values, once they are here: the tensor itself where it was on the CPU."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.cpu()
 
 
 def to_host(values: Tensor) -> Tensor:
     """What the device has computed, waited for: the tensor itself where it is on the CPU."""
-    if not values.is_cuda:
-        return values.cpu()
-    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    pinned.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    copied.synchronize()
-    return pinned
+    return HostCopy(values).wait()
 
 
 def all_to_host(*values: Tensor | None) -> list[Tensor | None]:

@@ -202,14 +202,18 @@ class Speculation:
         """How many tokens to draft for each of the requests last chosen by `to_draft`."""
         return self._num_drafted_tokens
 
-    def note_draft(self, survival: FloatArray, measured_ms: float) -> None:
-        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took."""
-        self._recent.note(survival, self._num_drafted_tokens)
-        self.drafting_took_ms = measured_ms
+    def note_draft(self, survival: FloatArray, measured_ms: float | None, width: int | None = None) -> None:
+        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took; None: nobody
+        knows, and it counts as predicted. width: drafted tokens, None: those of the last choice; so below."""
+        width = self._num_drafted_tokens if width is None else width
+        self._recent.note(survival, width)
+        self.drafting_took_ms = self._draft_ms(len(survival), width) if measured_ms is None else measured_ms
 
     # -- costs -------------------------------------------------------------------------------------
 
-    def note_step(self, step: StepSize, num_drafting: int, measured_ms: float) -> float:
+    def note_step(
+        self, step: StepSize, num_drafting: int, measured_ms: float, width: int | None = None
+    ) -> float:
         """A step and the drafting after it took `measured_ms`. → the prediction, 0 while nothing is known"""
         draft_ms, self.drafting_took_ms = self.drafting_took_ms, 0.0
         if self.costs is None:
@@ -217,11 +221,14 @@ class Speculation:
         predicted_ms = self.costs.step_ms(step)
         self.costs.note_step(step, measured_ms - draft_ms)
         if num_drafting:
-            predicted_ms += self.costs.draft_ms(num_drafting, self._num_drafted_tokens)
-            self.costs.note_draft(num_drafting, self._num_drafted_tokens, draft_ms)
+            width = self._num_drafted_tokens if width is None else width
+            predicted_ms += self.costs.draft_ms(num_drafting, width)
+            self.costs.note_draft(num_drafting, width, draft_ms)
         return predicted_ms
 
-    def speculation_ms(self, step: StepSize, num_drafting: int) -> tuple[float, float, float]:
+    def speculation_ms(
+        self, step: StepSize, num_drafting: int, width: int | None = None
+    ) -> tuple[float, float, float]:
         """What a step costs: its decoding requests without drafts, verification on top, drafting after it.
         Zeros where nothing is verified or known."""
         if self.costs is None or step.draft_rows == 0:
@@ -231,7 +238,8 @@ class Speculation:
         plain_ms = costs.step_ms(replace(step, decode_rows=num_decoding, draft_rows=0, prompt_rows=0))
         undrafted_ms = costs.step_ms(replace(step, decode_rows=num_decoding))
         verify_ms = costs.step_ms(step) - undrafted_ms
-        return plain_ms, verify_ms, costs.draft_ms(num_drafting, self._num_drafted_tokens)
+        width = self._num_drafted_tokens if width is None else width
+        return plain_ms, verify_ms, costs.draft_ms(num_drafting, width)
 
     def rates(self, max_running: int) -> Rates:
         """Throughput by number of requests at the live mean survival; empty while costs are unknown."""

@@ -1,7 +1,7 @@
 """From logits to the distribution that is sampled, and which drafted tokens stand, for a whole batch.
 
 Ragged batches lie flat: request r has the rows `row_start[r] : row_start[r + 1]`, one for each of its ℓ draft
-tokens and one after them; row i decides about draft token i.
+tokens and one after them; row i decides about draft token i. Rows behind the last request's belong to none.
 """
 
 from torch import Tensor

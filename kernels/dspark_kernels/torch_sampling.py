@@ -79,7 +79,8 @@ def accept(
     if draft_probs is not None:
         hot = torch.zeros_like(hot) if one_hot is None else one_hot.bool()
         own = draft_probs[rows, drafted if draft_ids is None else draft_ids].double()
-        q = torch.where(torch.repeat_interleave(hot, lengths + 1, output_size=len(probs)), q, own)
+        owner = torch.searchsorted(row_start, rows, right=True) - 1
+        q = torch.where(hot[owner.clamp(max=len(hot) - 1)], q, own)
     counts = _leading(uniforms * q < p, row_start, most)
     decides, is_rejected = starts + counts, counts < lengths
     target = probs[decides]

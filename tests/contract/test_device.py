@@ -88,13 +88,14 @@ def waits_by_step(engine) -> list[list[str]]:
 )
 def test_a_step_waits_for_verdicts_and_for_drafts_and_for_nothing_else(tmp_path, family, draft_vocab):
     """One copy to the host each. With a GPU tests/gpu/test_engine.py asks CUDA itself."""
-    sections = {"speculation": {"mode": "off"}}
+    sections: dict = {"speculation": {"mode": "off"}}
     checkpoint = None
     if family != "none":
         checkpoint = family_dir(tmp_path, family, VOCAB, draft_vocab)
         named = {"kind": FAMILIES[family].kind, "path": str(checkpoint)}
         size = family_config(family, VOCAB).block_size
         sections = {"speculation": {"mode": "adaptive", "drafter": named, "num_draft_tokens": size}}
+    sections["engine"] = {"ahead": "off"}  # tests/contract/test_ahead.py has the steps that wait for less
     with far_device() as device:
         target = tiny_decoder(VOCAB, sharpness=3.0, device=device)
         engine = tiny_engine(checkpoint, vocab_size=VOCAB, target=target, **sections)
@@ -109,7 +110,7 @@ def test_a_wait_that_is_one_too_many_is_found(tmp_path):
     checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=None)
     with far_device() as device:
         target = tiny_decoder(VOCAB, sharpness=3.0, device=device)
-        engine = tiny_engine(checkpoint, vocab_size=VOCAB, target=target)
+        engine = tiny_engine(checkpoint, vocab_size=VOCAB, target=target, engine={"ahead": "off"})
         engine.drafter.heads.chooses_on_device = False  # slot by slot, on the host
         assert max(map(len, waits_by_step(engine))) > 4
 

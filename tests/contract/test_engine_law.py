@@ -20,6 +20,7 @@ from dspark_ray.models.targets.decoder import Decoder
 from tests.drafter_families import family_dir
 from tests.reference import dense_logits
 from tests.tiny_engine import (
+    AHEAD,
     PATHS,
     on_path,
     request,
@@ -73,8 +74,11 @@ def sample_counts(engine: Engine, num_requests: int = NUM_REQUESTS) -> np.ndarra
     # Six tokens are asked for so that blocks are verified to their full length; three are counted.
     requests = [request(str(i), PROMPT, max_tokens=6, **SAMPLING) for i in range(num_requests)]
     counts = np.zeros((VOCAB,) * LENGTH)
-    for tokens in run(engine, requests).values():
-        counts[tuple(tokens[:LENGTH])] += 1
+    # Arrivals are steps of the host: where others are what is tested, they come together.
+    together = num_requests if engine.ahead is None else engine.admission.max_running
+    for first in range(0, num_requests, together):
+        for tokens in run(engine, requests[first : first + together]).values():
+            counts[tuple(tokens[:LENGTH])] += 1
     return counts
 
 
@@ -103,13 +107,16 @@ def law_engine(checkpoint: Path, mode: str) -> Engine:
 
 # The modes choose lengths, whoever chooses tokens.
 @pytest.mark.parametrize(
-    ("mode", "path"), [*((mode, "host") for mode in MODES), ("fixed", "device"), ("adaptive", "device")]
+    ("mode", "path"),
+    [*((mode, "host") for mode in MODES), *itertools.product(("fixed", "adaptive"), ("device", AHEAD))],
 )
 def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode: str, path: str) -> None:
     assert exact_law.sum() == pytest.approx(1.0, abs=1e-6)
     engine = on_path(path, law_engine(checkpoint, mode))
     z = chi_square_z(sample_counts(engine), exact_law)
     counters = engine.counters
+    if engine.ahead is not None:
+        assert engine.ahead.num_launched > 0.5 * counters.target_steps
     if mode != "off":
         assert counters.drafted_tokens > 0
         assert counters.accepted_tokens > 0
@@ -147,7 +154,7 @@ def test_joint_law_with_prompt_look_up(exact_law: np.ndarray, path: str) -> None
     assert abs(z) < 4, f"chi-square {z:.1f} standard deviations away"
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, AHEAD])
 def test_a_planted_bias_of_two_percent_is_found(
     checkpoint: Path, exact_law: np.ndarray, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

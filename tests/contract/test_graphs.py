@@ -14,7 +14,16 @@ from dspark_ray.models.drafters.base import DraftRequest, GraphedDrafter
 from dspark_ray.models.graphs import MOST_ROWS, capture_sizes
 from dspark_ray.models.targets.decoder import DecoderOutput
 from dspark_ray.profiling.profile import ProfileSettings, profile_engine
-from tests.tiny_engine import PATHS, on_path, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import (
+    AHEAD,
+    PATHS,
+    on_path,
+    request,
+    run,
+    tiny_decoder,
+    tiny_drafter_dir,
+    tiny_engine,
+)
 
 VOCAB = 29
 
@@ -78,7 +87,7 @@ def requests(count: int) -> list:
     ]
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", [*PATHS, AHEAD])
 @pytest.mark.parametrize("count", [1, 3, 9])
 @pytest.mark.parametrize("mode", ["off", "fixed", "adaptive"])
 def test_texts_are_the_same_with_and_without(tmp_path, mode, count, path):

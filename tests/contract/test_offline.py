@@ -108,9 +108,12 @@ def test_an_exception_leaves_the_engine_idle() -> None:
     assert engine.pool.num_free == engine.pool.num_blocks
 
 
-def test_stop_strings_end_the_text_and_the_request(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("sections", [{}, {"speculation": {"mode": "off"}, "engine": {"ahead": "on"}}])
+def test_stop_strings_end_the_text_and_the_request(tokenizer: Tokenizer, sections: dict) -> None:
+    """Also where the next step runs already when the string is found."""
+
     def answer(stop: list[str]):
-        engine = tiny_engine(None, vocab_size=TOKENIZER_VOCAB_SIZE)
+        engine = tiny_engine(None, vocab_size=TOKENIZER_VOCAB_SIZE, **sections)
         items = [request("a", tokenizer.encode("hello"), temperature=0.0, max_tokens=40)]
         detokenizers = [IncrementalDetokenizer(tokenizer, stop=stop)]
         (done,) = generate_all(engine, items, concurrency=1, detokenizers=detokenizers)

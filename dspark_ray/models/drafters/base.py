@@ -4,10 +4,11 @@ All methods are called by the step loop, on its thread, and may not block on any
 Drafts are one block per request; a request's KV blocks hold the drafter's context beside the target's.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,9 @@ from dspark_ray.core.types import FloatArray, SamplingParams
 from dspark_ray.models.adjust import LogitsAdjuster
 from dspark_ray.models.graphs import Capturer
 
+if TYPE_CHECKING:
+    from dspark_ray.models.drafters.chain import Draws
+
 
 @dataclass(frozen=True, slots=True)
 class ContextRows:
@@ -25,7 +29,7 @@ class ContextRows:
 
     taps: Tensor  # [N, m·H] target hidden states at the tap layers
     positions: Tensor  # [N] int64
-    slots: Tensor  # [N] int64 KV slots of the rows
+    slots: Tensor  # [N] int64 KV slots of the rows; −1: the row is not kept
     next_token_ids: Tensor  # [N] int64 the token after each row
 
 
@@ -112,6 +116,44 @@ class GraphedDrafter(Drafter, Protocol):
 
     def capture_all(self) -> None:
         """Captures them now, after `use_graphs`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequests:
+    """R requests that want a block, of which the device knows more than the host."""
+
+    anchors: Tensor  # [R] int64 their last tokens
+    positions: Tensor  # [R] int64 of the anchors; the context is all before
+    block_tables: Tensor  # [R, W] int32 KV blocks up to there at least
+    context_from: Tensor  # [R] int64 the first position whose context this drafter has stored
+    rules: Tensor  # [R] int64 of their acceptance: places in `tuple(AcceptanceRule)`
+    num_tokens: int  # n, of each
+    draws: "Draws | None"  # of the sampled ones; None: all are greedy
+    keeps_probs: bool  # whether q is wanted
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBlock:
+    """What was proposed, on the device."""
+
+    token_ids: Tensor  # [R, n] int64 target ids
+    confidences: Tensor  # [R, n] fp32, as `DraftBlock.confidences`
+    draft_probs: Tensor | None  # [S, n, Vd] of the sampled requests, in their order
+
+
+class DeviceDrafter(ABC):
+    """One that can draft for requests whose last tokens the host has not read (engine/ahead.py). A class, not
+    a protocol: what wraps a drafter changes what it proposes."""
+
+    @property
+    @abstractmethod
+    def drafts_on_device(self) -> bool:
+        """Whether this one can, as it is set up."""
+
+    @abstractmethod
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceBlock:
+        """As `propose`, without waiting for anything. `commit` has been given rows with slot −1 for those
+        that do not count."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Choosing a block's tokens slot by slot, for requests of every kind together."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -113,13 +114,57 @@ class HostChooser:
         return probs
 
 
-class DeviceChooser:
-    """Without adjusters, and nothing is read back: a slot's tokens stay where the next slot's bias needs
-    them.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What the S sampled ones of R requests draw with, on the device."""
+
+    filters: SamplingRows  # [S]
+    keys: Tensor  # [n, S] int64 of the draws (dspark_kernels.noise)
+    rows: Tensor | None  # [S] int64, which of the requests they are; None: all
+
+
+class SlotChooser:
+    """Greedy choices and draws without adjusters, and nothing is read back: a slot's tokens stay where the
+    next slot's bias needs them.
 
     A draw is the winner of a race (dspark_kernels.noise) for every request that is not greedy; without
     shared noise its key comes from the request's random number for the slot.
     """
+
+    def __init__(self, draws: Draws | None, vocab_map: Tensor | None, *, keeps_probs: bool) -> None:
+        """`keeps_probs`: somebody needs its q."""
+        self._draws, self._vocab_map, self._keeps_probs = draws, vocab_map, keeps_probs
+        self._tokens: list[Tensor] = []  # per slot [R]
+        self._probs: list[Tensor] = []  # per slot [S, Vd]
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """As `Chooser.choose`."""
+        chosen = self._choose(logits)
+        self._tokens.append(chosen if self._vocab_map is None else self._vocab_map[chosen])
+        return self._tokens[-1]
+
+    def _choose(self, logits: Tensor) -> Tensor:
+        draws = self._draws
+        if draws is None:
+            return argmax(logits)
+        own = logits if draws.rows is None else logits.index_select(0, draws.rows)
+        probs = filtered_probs(own, draws.filters)
+        drawn = noisy_argmax(probs, draws.keys[len(self._tokens)], self._vocab_map)
+        if self._keeps_probs:
+            self._probs.append(probs)
+        return drawn if draws.rows is None else argmax(logits).index_copy_(0, draws.rows, drawn)
+
+    def token_ids(self) -> Tensor:
+        """[R, n] target ids"""
+        return torch.stack(self._tokens, dim=1)
+
+    def probs(self) -> Tensor | None:
+        """q of every slot of the sampled requests [S, n, Vd], where it is kept."""
+        return torch.stack(self._probs, dim=1) if self._probs else None
+
+
+class DeviceChooser:
+    """Without adjusters: `SlotChooser` for requests that the host knows."""
 
     def __init__(
         self,
@@ -131,41 +176,26 @@ class DeviceChooser:
         wants_features: bool = False,
     ) -> None:
         self._shape = len(requests), len(requests[0].uniforms)
-        self._vocab_map, self._wants_features = vocab_map, wants_features
+        self._wants_features = wants_features
         sampled = [i for i, r in enumerate(requests) if not r.sampling.greedy]
         # By request that needs its q: its place among the sampled ones.
         self._drawn = {i: place for place, i in enumerate(sampled) if requests[i].noise_keys is None}
-        self._num_sampled = len(sampled)
+        draws = None
         if sampled:
-            params = [requests[i].sampling for i in sampled]
-            self._filters = sampling_rows(params, output_size, device)
             keys = np.stack([_keys(requests[i]) for i in sampled], axis=1)  # [n, S]
-            flat, self._rows = arrays_to_device(device, keys.reshape(-1), np.array(sampled))
-            self._keys = flat.view(keys.shape)
-        self._tokens: list[Tensor] = []  # per slot [R]
-        self._probs: list[Tensor] = []  # per slot [S, Vd]
+            placed, rows = arrays_to_device(device, keys, np.array(sampled))
+            filters = sampling_rows([requests[i].sampling for i in sampled], output_size, device)
+            draws = Draws(filters, placed, None if len(sampled) == len(requests) else rows)
+        self._slots = SlotChooser(draws, vocab_map, keeps_probs=bool(self._drawn))
         self._features: list[Tensor] = []  # per slot [R, 2]
 
     def choose(self, logits: Tensor) -> Tensor:
         if self._wants_features:
             self._features.append(distribution_features(logits))
-        chosen = self._choose(logits)
-        self._tokens.append(chosen if self._vocab_map is None else self._vocab_map[chosen])
-        return self._tokens[-1]
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        if not self._num_sampled:
-            return argmax(logits)
-        all_drawn = self._num_sampled == len(logits)
-        own = logits if all_drawn else logits.index_select(0, self._rows)
-        probs = filtered_probs(own, self._filters)
-        drawn = noisy_argmax(probs, self._keys[len(self._tokens)], self._vocab_map)
-        if self._drawn:
-            self._probs.append(probs)
-        return drawn if all_drawn else argmax(logits).index_copy_(0, self._rows, drawn)
+        return self._slots.choose(logits)
 
     def token_ids(self) -> Tensor:
-        return torch.stack(self._tokens, dim=1)
+        return self._slots.token_ids()
 
     def open_slots(self) -> Tensor:
         return torch.ones(self._shape, dtype=torch.bool)
@@ -175,8 +205,8 @@ class DeviceChooser:
 
     def draft_probs(self) -> list[Tensor | None]:
         probs: list[Tensor | None] = [None] * self._shape[0]
-        if self._drawn:
-            by_request = torch.stack(self._probs, dim=1)  # [S, n, Vd]
+        by_request = self._slots.probs()
+        if by_request is not None:
             for index, place in self._drawn.items():
                 probs[index] = by_request[place]
         return probs
@@ -184,9 +214,12 @@ class DeviceChooser:
 
 def _keys(request: DraftRequest) -> NDArray[np.int64]:
     """Of the draws [n]: the noise of their places, or 53 random bits each."""
-    if request.noise_keys is not None:
-        return request.noise_keys
-    return (request.uniforms * 2.0**64).astype(np.uint64).view(np.int64)
+    return keys_of(request.uniforms) if request.noise_keys is None else request.noise_keys
+
+
+def keys_of(uniforms: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Draws' keys from random numbers in [0, 1)."""
+    return (uniforms * 2.0**64).astype(np.uint64).view(np.int64)
 
 
 _MAX_MARGIN = 20.0  # nats; an adjuster may leave one token only

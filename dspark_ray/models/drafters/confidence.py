@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dspark_ray.calibration.online import LearnedDraft, OnlineEstimator
 from dspark_ray.calibration.temperatures import Temperatures
@@ -14,6 +16,7 @@ from dspark_ray.core.errors import ArtefactError
 from dspark_ray.core.types import AcceptanceRule, FloatArray
 from dspark_ray.models.drafters.base import Outcome
 from dspark_ray.models.drafters.rates import AcceptanceRates
+from dspark_ray.models.transfer import to_device
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +31,7 @@ class CalibratedConfidence:
         scalings = {rule: temperatures.scaling(rule) for rule in AcceptanceRule}
         self._by_rule = {rule: (s.temperatures, s.offsets) for rule, s in scalings.items()}  # rule → [γ], [γ]
         self.source = source
+        self._placed: Tensor | None = None  # on the device that asked last
 
     def __call__(self, logits: FloatArray, rules: Sequence[AcceptanceRule]) -> FloatArray:
         """logits [R, γ] and each request's rule [R] → [R, γ] in (0, 1)."""
@@ -35,6 +39,16 @@ class CalibratedConfidence:
         scaled = logits / scaling[:, 0] + scaling[:, 1]
         scaled = np.minimum(np.maximum(scaled, -_MAX_LOGIT), _MAX_LOGIT)
         return (1.0 / (1.0 + np.exp(-scaled))).astype(np.float32)
+
+    def on_device(self, logits: Tensor, rules: Tensor) -> Tensor:
+        """The same where the logits are. logits [R, n], rules [R] places in `tuple(AcceptanceRule)` →
+        [R, n]"""
+        if self._placed is None or self._placed.device != logits.device:
+            scaling = np.array([self._by_rule[rule] for rule in AcceptanceRule])  # [rules, 2, γ]
+            self._placed = to_device(torch.from_numpy(scaling), logits.device)
+        divisors, offsets = self._placed[rules, :, : logits.shape[1]].unbind(1)
+        scaled = (logits / divisors + offsets).clamp(-_MAX_LOGIT, _MAX_LOGIT)
+        return torch.sigmoid(scaled).float()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,9 @@ from dspark_ray.core.errors import CheckpointError, ConfigError
 from dspark_ray.models.drafters.base import (
     DRAFTERS,
     ContextRows,
+    DeviceBlock,
+    DeviceDrafter,
+    DeviceRequests,
     DraftBlock,
     DrafterContext,
     DraftRequest,
@@ -209,11 +212,27 @@ class Backbone:
         self.store_pending()
         paged = self.pages.batch(requests, anchors, size)  # the keys before the anchor
         rows = FlatRows(ids.view(-1), positions.view(-1), None, paged)
-        if self.graphs is not None and self.graphs.takes(ids.numel(), size):
-            hidden = self.graphs.run(rows, None)[1][: ids.numel()]
-        else:
-            hidden = self._pass(rows.to(self.target.device))
-        return hidden.view(len(requests), size, -1)[:, size - num_tokens :]
+        return self._hidden(rows, size).view(len(requests), size, -1)[:, size - num_tokens :]
+
+    def forward_on_device(self, requests: DeviceRequests) -> Tensor:
+        """As `forward`."""
+        config, anchors, count = self.config, requests.anchors, len(requests.anchors)
+        size = config.num_slots(requests.num_tokens)
+        masks = torch.full((count, size - 1), config.mask_token_id, device=anchors.device)
+        ids = torch.cat([anchors[:, None], masks], dim=1)
+        positions = requests.positions[:, None] + torch.arange(size, device=anchors.device)
+        # A request that has ended on the device, which the host does not know yet, may stand past the end.
+        positions = positions.clamp(max=len(self.rope.cos) - 1)
+        self.store_pending()
+        rows = FlatRows(ids.view(-1), positions.view(-1), None, self.pages.batch_on_device(requests, size))
+        return self._hidden(rows, size).view(count, size, -1)[:, size - requests.num_tokens :]
+
+    def _hidden(self, rows: FlatRows, size: int) -> Tensor:
+        """Blocks of `size` rows through the pass, captured or not. → [N, H]"""
+        count = len(rows.token_ids)
+        if self.graphs is not None and self.graphs.takes(count, size):
+            return self.graphs.run(rows, None)[1][:count]
+        return self._pass(rows.to(self.target.device))
 
     def _pass(self, rows: FlatRows) -> Tensor:
         """The final norm's output [N, H]. Nothing is stored."""
@@ -238,7 +257,7 @@ class Backbone:
         return normed
 
 
-class DSparkDrafter:
+class DSparkDrafter(DeviceDrafter):
     """Semi-autoregressive drafting: logits_k = head(h_k) + W2 u_k, left to right; DFlash has no u_k."""
 
     def __init__(self, context: DrafterContext, kind: str = "dspark") -> None:
@@ -293,6 +312,20 @@ class DSparkDrafter:
             confidence_logits=confidence_logits,
             notes=notes,
         )
+
+    @property
+    def drafts_on_device(self) -> bool:
+        return self._online is None  # which learns on the host
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceBlock:
+        assert self._head is not None
+        hidden = self.backbone.forward_on_device(requests)  # [R, n, H]
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        base = self.heads.head(flat).view(*hidden.shape[:2], -1)  # [R, n, Vd]
+        tokens, previous, probs = self.heads.draft_on_device(base, hidden, requests)
+        logits = self.heads.confidence_logits(hidden, previous)
+        assert logits is not None
+        return DeviceBlock(tokens, self._head.on_device(logits, requests.rules), probs)
 
     def use_graphs(self, capturer: Capturer, max_requests: int) -> None:
         self.backbone.use_graphs(capturer, max_requests)

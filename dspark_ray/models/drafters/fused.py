@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.errors import CheckpointError, ConfigError
-from dspark_ray.models.drafters.base import DrafterContext, DraftRequest
+from dspark_ray.models.drafters.base import DeviceRequests, DrafterContext, DraftRequest
 from dspark_ray.models.drafters.checkpoint import D2T_TENSOR, load_checkpoint
 from dspark_ray.models.drafters.confidence import drafter_digest
 from dspark_ray.models.drafters.families import DrafterConfig
@@ -100,6 +100,28 @@ class ContextPages:
             max_query=num_rows,
             max_kv=int(lengths.max()),
             row_request=torch.arange(len(requests), dtype=torch.int32).repeat_interleave(num_rows),
+        )
+
+    def batch_on_device(self, requests: DeviceRequests, num_rows: int) -> PagedBatch:
+        """As `batch` up to the anchors, whose positions only the device knows."""
+        size, positions, tables = self.block_size, requests.positions, requests.block_tables
+        count, width = tables.shape
+        first = torch.maximum(
+            self._config.context_start(positions) // size, (requests.context_from + size - 1) // size
+        )
+        first = torch.minimum(first, (positions + size - 1) // size)
+        places = first[:, None] + torch.arange(width, device=tables.device)
+        starts = torch.arange(0, (count + 1) * num_rows, num_rows, dtype=torch.int32, device=tables.device)
+        return PagedBatch(
+            query_start=starts,
+            kv_len=(positions - first * size).clamp(min=0).int(),
+            block_tables=tables.gather(1, places.clamp(max=width - 1)),
+            block_size=size,
+            max_query=num_rows,
+            max_kv=width * size,
+            row_request=torch.arange(count, dtype=torch.int32, device=tables.device).repeat_interleave(
+                num_rows
+            ),
         )
 
     def _first_block(self, request: DraftRequest) -> int:

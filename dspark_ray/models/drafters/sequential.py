@@ -13,8 +13,8 @@ from dspark_kernels.choose import argmax, markov_chain, markov_logits
 from dspark_kernels.linear import PackedLinear
 from torch import Tensor
 
-from dspark_ray.models.drafters.base import DraftRequest
-from dspark_ray.models.drafters.chain import Chooser, DeviceChooser, HostChooser
+from dspark_ray.models.drafters.base import DeviceRequests, DraftRequest
+from dspark_ray.models.drafters.chain import Chooser, DeviceChooser, HostChooser, SlotChooser
 from dspark_ray.models.drafters.fused import Weights, draft_vocabulary
 from dspark_ray.models.drafters.heads import MARKOV_HEADS, MarkovHead
 from dspark_ray.models.drafters.network import DSparkConfig
@@ -107,6 +107,18 @@ class SequentialHeads:
                 draft_probs[row] = probs
         return Chain(tokens, previous, open_slots, draft_probs, features)
 
+    def draft_on_device(
+        self, base: Tensor, hidden: Tensor, requests: DeviceRequests
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `draft` without adjusters → tokens and what preceded each, [R, n]; q of the sampled requests
+        [S, n, Vd] where it is wanted."""
+        if requests.draws is None and self.has_compiled_chain:
+            chain = self._greedy_chain(base, requests.anchors)
+            return chain.token_ids, chain.previous, None
+        chooser = SlotChooser(requests.draws, self.vocab_map, keeps_probs=requests.keeps_probs)
+        previous = self._choose_slots(base, hidden, requests.anchors, chooser.choose)
+        return chooser.token_ids(), previous, chooser.probs()
+
     def chooser_of(self, request: DraftRequest, wants_features: bool) -> ChooserType | None:
         """Who chooses its tokens; None: one op for all slots."""
         if request.adjuster is not None:
@@ -142,18 +154,21 @@ class SequentialHeads:
 
     def _stepwise_chain(self, base: Tensor, hidden: Tensor, anchors: Tensor, chooser: Chooser) -> Chain:
         """Slot by slot, the bias of each from the tokens chosen before it."""
+        previous = self._choose_slots(base, hidden, anchors, chooser.choose)
+        return Chain(
+            chooser.token_ids(), previous, chooser.open_slots(), chooser.draft_probs(), chooser.features()
+        )
+
+    def _choose_slots(
+        self, base: Tensor, hidden: Tensor, anchors: Tensor, choose: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """Left to right → what preceded each token [R, n]."""
         biased = self._biased_slots(base, hidden)
         token, previous = anchors, []
         for slot in range(base.shape[1]):
             previous.append(token)
-            token = chooser.choose(biased(slot, token))
-        return Chain(
-            chooser.token_ids(),
-            torch.stack(previous, dim=1),
-            chooser.open_slots(),
-            chooser.draft_probs(),
-            chooser.features(),
-        )
+            token = choose(biased(slot, token))
+        return torch.stack(previous, dim=1)
 
     def _biased_slots(self, base: Tensor, hidden: Tensor) -> Callable[[int, Tensor], Tensor]:
         """(slot, tokens before it [R]) → its logits [R, Vd] fp32, a tensor of their own. Left to right."""
