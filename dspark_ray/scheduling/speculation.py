@@ -203,8 +203,8 @@ class Speculation:
         return self._num_drafted_tokens
 
     def note_draft(self, survival: FloatArray, measured_ms: float | None, width: int | None = None) -> None:
-        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took; None: nobody
-        knows, and it counts as predicted. width: drafted tokens, None: those of the last choice; so below."""
+        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took; None:
+        nobody knows, and it counts as predicted. width: of the drafts, None: of the last choice; so below."""
         width = self._num_drafted_tokens if width is None else width
         self._recent.note(survival, width)
         self.drafting_took_ms = self._draft_ms(len(survival), width) if measured_ms is None else measured_ms
