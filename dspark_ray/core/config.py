@@ -85,8 +85,8 @@ class EngineConfig(Section):
     )
     ahead: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="launch a decoding step before the one that runs is read (docs/gpu.md); auto: where the "
-        "target is on a GPU; on: on a CPU, too, where it gains nothing",
+        description="launch a step before the one that runs is read (docs/gpu.md); auto: where the target is "
+        "on a GPU; on: on a CPU, too, where it gains nothing",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, description="ranks that share the target of a replica (native; docs/cluster.md)"

@@ -123,11 +123,6 @@ class Admission:
             sequence.blocks += self.pool.take(min(max(missing, 0), self.pool.num_free)) or []
         return True
 
-    def is_settled(self) -> bool:
-        """Whether the next step decodes what runs and does nothing else."""
-        could_start = self.waiting and len(self.running) < self.max_running
-        return not could_start and all(sequence.is_decoding for sequence in self.running)
-
     def draft_room(self, sequence: Sequence) -> int:
         """Draft tokens that the blocks it owns have room for."""
         return len(sequence.blocks) * self.pool.block_size - len(sequence.token_ids)
@@ -136,14 +131,24 @@ class Admission:
         """The step's work: decoding requests with their lengths, then prefill in the rows that are left."""
         work = [Work(s, 1 + length, decoding=True) for s, length in zip(decoding, lens, strict=True)]
         rows_left = self.max_step_rows - sum(w.num_rows for w in work)
-        for sequence in [s for s in self.running if not s.is_decoding]:
+        return work + self.fill_prompts([s for s in self.running if not s.is_decoding], rows_left)
+
+    def fill_prompts(
+        self, running: Seq[Sequence], rows_left: int, may_start: Callable[[Sequence], bool] = lambda _: True
+    ) -> list[Work]:
+        """Chunks of `running` prompts, then of waiting ones, up to the first that may not start."""
+        work: list[Work] = []
+        for sequence in running:
             rows_left -= _add_chunk(sequence, rows_left, work)
-        while rows_left > 0 and self.waiting and len(self.running) < self.max_running:
-            sequence = self.waiting.first
-            if not self._start(sequence):
+        while rows_left > 0 and (first := self.next_to_start()) is not None:
+            if not may_start(first) or not self._start(first):
                 break
-            rows_left -= _add_chunk(sequence, rows_left, work)
+            rows_left -= _add_chunk(first, rows_left, work)
         return work
+
+    def next_to_start(self) -> Sequence | None:
+        """Who starts next, blocks permitting; None: nobody waits, or no place is free."""
+        return self.waiting.first if self.waiting and len(self.running) < self.max_running else None
 
     def drop(self, sequence: Sequence) -> None:
         """Takes a request out wherever it is and frees all it holds."""

@@ -9,15 +9,19 @@ device (device_step.py).
 
 A request that ended in step n is still in step n + 1: what that found of it is dropped unread.
 
+Prompts are computed in the same steps: their rows are the host's, and a request whose last prompt row runs
+decodes in the next step, from a token that the host has not read.
+
 Steps that this cannot do are planned and read one by one, as on a CPU (`Engine._step`), once the step that
-runs has been read: those with prompts, arrivals or preemptions, and with requests whose rules, logits or
-adapters need the host (`why_not`).
+runs has been read: those that must preempt, and those with requests whose rules, logits or adapters need the
+host (`why_not`).
 """
 
 import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dspark_ray.core.config import AppConfig
@@ -25,9 +29,11 @@ from dspark_ray.core.types import RequestOutput, VerificationMode
 from dspark_ray.engine.acceptance import Verdict
 from dspark_ray.engine.batch import Work
 from dspark_ray.engine.device_step import (
+    NO_PROMPTS,
     Decision,
     Found,
     Launched,
+    Placed,
     Roster,
     Rows,
     Standing,
@@ -35,13 +41,16 @@ from dspark_ray.engine.device_step import (
     judge,
     pack_found,
     place,
+    prompts_of,
     spread,
     standing_of,
+    with_prompts,
 )
 from dspark_ray.engine.sequence import Sequence
 from dspark_ray.models.drafters.base import ContextRows, DeviceDrafter, DraftBlock
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.models.transfer import arrays_to_device
+from dspark_ray.scheduling.speculation import Load
 
 if TYPE_CHECKING:
     from dspark_ray.engine.engine import Engine
@@ -101,17 +110,9 @@ class Ahead:
             return "lengths are chosen by the scores at hand"
         if engine.draft_log is not None:
             return "drafts are being logged"
-        if not engine.admission.is_settled():
-            return "there are prompts to compute"
-        for sequence in engine.admission.running:
-            request = sequence.request
-            if sequence.adjuster is not None:
-                return "a request has rules of the host"
-            if request.sampling.logprobs is not None:
-                return "a request wants log-probabilities"
-            if request.adapter is not None:
-                return "a request has an adapter"
-        return ""
+        starts = engine.admission.next_to_start()
+        present = engine.admission.running if starts is None else [*engine.admission.running, starts]
+        return next((why for s in present if (why := _why_not(s))), "")
 
     # -- the host's part, before a launch ------------------------------------------------------------
 
@@ -119,25 +120,41 @@ class Ahead:
         """The next step, after `behind`. None: there is none, or it cannot be launched from here."""
         if self.why_not():
             return None
-        before = {} if behind is None else {s: row for row, s in enumerate(behind.roster.sequences)}
+        before = {} if behind is None else behind.rows()
         # Each step emits a token at least: some requests are sure to end with the one that runs.
-        going = [s for s in self._engine.admission.running if s.remaining_tokens > (s in before)]
-        if not going:
+        going = [
+            s
+            for s in self._engine.admission.running
+            if (s in before or s.is_decoding) and s.remaining_tokens > (s in before)
+        ]
+        planned = self._decide(going, behind, before)
+        if planned is None:
             return None
-        decision = self._decide(going, behind, before)
-        if decision is None:
-            return None
+        decision, prompts = planned
         device = self._engine.target.device
-        roster = self._roster_of(going)
+        roster = self._roster_of([*going, *(item.sequence for item in prompts)])
         if behind is None:
             standing = standing_of(going, device)
-        elif roster is behind.roster:
+        elif roster is behind.roster and not prompts:
             standing = behind.standing
         else:
-            (rows,) = arrays_to_device(device, np.array([before[s] for s in going]))
+            (rows,) = arrays_to_device(device, np.array([before[s] for s in going], dtype=np.int64))
             standing = behind.standing.select(rows)
         self.num_launched += 1
-        return self._run(decision, roster, standing)
+        launched = self._run(decision, roster, standing)
+        self._note_prompts(prompts)
+        return launched
+
+    def _note_prompts(self, prompts: list[Work]) -> None:
+        """Rows of prompts count as computed once they are launched: whatever reads them comes later."""
+        for item in prompts:
+            sequence = item.sequence
+            if sequence.queue_ms is None:
+                sequence.queue_ms = self._engine.now_ms() - sequence.queued_ms
+            if item.needs_logits:  # its last row stays its anchor, until the token is read
+                sequence.num_computed += item.num_rows - 1
+            else:
+                self._engine.settle(item, None, None, in_full=False)
 
     def _roster_of(self, sequences: list[Sequence]) -> Roster:
         """The last one where they are the same."""
@@ -151,8 +168,8 @@ class Ahead:
 
     def _decide(
         self, going: list[Sequence], behind: Launched | None, before: dict[Sequence, int]
-    ) -> Decision | None:
-        """Blocks, budget, drafts; None where blocks run out."""
+    ) -> tuple[Decision, list[Work]] | None:
+        """Blocks, budget, prompts, drafts; None where blocks run out, or nothing is to be done."""
         engine, admission, budget = self._engine, self._engine.admission, self._engine.budget
         emitted, drafted = self._pending(going, behind, before)
         longest = np.array(
@@ -169,27 +186,53 @@ class Ahead:
         chosen_budget = 0
         if longest.any():
             chosen_budget = budget.choose_unseen(going, longest, pending, load, engine.now_ms())
-        wanted = set() if engine.drafter is None else set(budget.wants_draft(going, load))
-        # A token comes of the step that runs, and one of this: with one more to come, a draft is of no use.
-        chosen = [
-            row
-            for row, s in enumerate(going)
-            if s in wanted and engine.context_cap(s) > 0 and s.remaining_tokens > 2 + pending
-        ]
-        tables = np.zeros((len(going), max(len(s.blocks) for s in going)), dtype=np.int32)
-        for table, sequence in zip(tables, going, strict=True):
+        prompts = self._prompts(before, admission.max_step_rows - len(going) - chosen_budget)
+        members = [*going, *(item.sequence for item in prompts)]
+        if not members:
+            return None
+        chosen = self._to_draft(members, prompts, before, load)
+        tables = np.zeros((len(members), max(len(s.blocks) for s in members)), dtype=np.int32)
+        for table, sequence in zip(tables, members, strict=True):
             table[: len(sequence.blocks)] = sequence.blocks
-        num_rows = len(going) + chosen_budget
-        size = None if engine.graphs is None else engine.graphs.size_for(num_rows, 1 + max(drafted))
-        return Decision(
+        num_rows = len(going) + chosen_budget + sum(item.num_rows for item in prompts)
+        size = None
+        if engine.graphs is not None and not prompts:
+            size = engine.graphs.size_for(num_rows, 1 + max(drafted))
+        decision = Decision(
+            prompts=prompts_of(prompts) if prompts else NO_PROMPTS,
             budget=chosen_budget,
-            longest=longest,
+            longest=np.concatenate([longest, np.zeros(len(prompts), dtype=np.int64)]),
             block_tables=tables,
-            num_blocks=np.array([len(s.blocks) for s in going]),
+            num_blocks=np.array([len(s.blocks) for s in members]),
             num_rows=size or num_rows,
             chosen=np.array(chosen, dtype=np.int64),
             width=budget.draft_tokens() if chosen else 0,
         )
+        return decision, prompts
+
+    def _prompts(self, before: dict[Sequence, int], rows_left: int) -> list[Work]:
+        """Chunks that fit; those whose last row runs are past that."""
+        admission = self._engine.admission
+        running = [s for s in admission.running if not s.is_decoding and s not in before]
+        return admission.fill_prompts(running, rows_left, lambda s: not _why_not(s))
+
+    def _to_draft(
+        self, members: list[Sequence], prompts: list[Work], before: dict[Sequence, int], load: Load
+    ) -> list[int]:
+        """Rows of the roster that are drafted after the step."""
+        engine = self._engine
+        if engine.drafter is None:
+            return []
+        unfinished = {item.sequence for item in prompts if not item.needs_logits}
+        emitting = [s for s in members if s not in unfinished]
+        wanted = set(engine.budget.wants_draft(emitting, load))
+        # A token comes of this step, and one of the step that runs, if it is in that: with one more to come,
+        # a draft is of no use.
+        return [
+            row
+            for row, s in enumerate(members)
+            if s in wanted and engine.context_cap(s) > 0 and s.remaining_tokens > 2 + (s in before)
+        ]
 
     def _pending(
         self, going: list[Sequence], behind: Launched | None, before: dict[Sequence, int]
@@ -218,6 +261,7 @@ class Ahead:
         engine, drafter = self._engine, self._engine.drafter
         size, device = engine.pool.block_size, engine.target.device
         placed = place(decision, roster, at.width, size, device)
+        at = with_prompts(at, placed)
         rows = spread(decision, placed, roster, at, size)
         output, logits = self._forward(rows)
         vocab_map = None if drafter is None else drafter.vocab_map
@@ -227,7 +271,7 @@ class Ahead:
         confidences = at.confidences.new_zeros((len(roster), decision.width))
         probs, found = None, [rows.lens, counts, following]
         if drafter is not None:
-            drafter.commit(_committed(output.taps, rows, counts, following, bool(decision.width)))
+            drafter.commit(_committed(output.taps, rows, placed, counts, following, bool(decision.width)))
         if decision.width:
             assert isinstance(drafter, DeviceDrafter)
             block = drafter.propose_on_device(draft_requests(decision, placed, roster, anchors, positions))
@@ -244,7 +288,7 @@ class Ahead:
         return Launched(roster, decision, standing, probs, pack_found(*found))
 
     def _forward(self, rows: Rows) -> tuple[DecoderOutput, Tensor]:
-        """The target's pass over all rows, and its logits [N, V]."""
+        """The target's pass over all rows, and the logits of those that are judged [M, V]."""
         engine, flat = self._engine, rows.flat
         taps = engine.drafter.taps if engine.drafter else ()
         count = len(flat.token_ids)
@@ -255,30 +299,34 @@ class Ahead:
             output = engine.target.forward(
                 flat.token_ids, flat.positions, engine.kv, flat.slots, flat.paged, taps
             )
-        return output, engine.target.logits(output.hidden)
+        hidden = output.hidden if rows.of_flat is None else output.hidden[rows.of_flat]
+        return output, engine.target.logits(hidden)
 
     # -- the host's part, once a step is read ------------------------------------------------------------
 
     def _read(self, launched: Launched) -> list[RequestOutput]:
         """Waits for the step; the outputs of the requests that are still here."""
         engine, found = self._engine, launched.read()
-        live = [row for row, s in enumerate(launched.roster.sequences) if engine.runs(s)]
+        live = [row for s, row in launched.rows().items() if engine.runs(s)]
         work, outputs = self._settle(launched, found, live)
         still = [row for row in live if engine.runs(launched.roster.sequences[row])]
         num_drafted = self._keep_drafts(launched, found, set(still))
-        if work:
+        prompts = launched.decision.prompts
+        prompt_rows = int(prompts.lead.sum()) + len(prompts.anchors)
+        if work or prompt_rows:
+            engine.counters.target_steps += 1
             now_ms = engine.now_ms()
-            context_tokens = sum(item.sequence.num_computed for item in work)
+            context_tokens = sum(item.sequence.num_computed for item in work if item.decoding)
             engine.note_step(
                 work,
-                sum(item.num_rows for item in work),
+                sum(item.num_rows for item in work if item.decoding) + prompt_rows,
                 context_tokens,
                 num_drafted,
                 launched.decision.width,
                 now_ms - self._since_ms,
             )
             self._since_ms = now_ms
-        if not still:
+        if not engine.has_work():
             self.drop()
         return outputs
 
@@ -292,16 +340,14 @@ class Ahead:
             sequence = launched.roster.sequences[row]
             if decision.longest[row]:
                 engine.budget.note_length(sequence, found.lens[row])
-            item = Work(sequence, 1 + found.lens[row], decoding=True)
+            item = Work(sequence, 1 + found.lens[row], decoding=row < decision.num_decoding)
             verdict = Verdict(found.counts[row], found.following[row])
             output, outcome = engine.settle(item, verdict, None, in_full=bool(in_full))
             work.append(item)
             outputs += [] if output is None else [output]
             outcomes += [] if outcome is None else [outcome]
-        if work:
-            engine.counters.target_steps += 1
-            if engine.drafter is not None:
-                engine.drafter.observe(outcomes)
+        if engine.drafter is not None:
+            engine.drafter.observe(outcomes)
         return work, outputs
 
     def _keep_drafts(self, launched: Launched, found: Found, still: set[int]) -> int:
@@ -329,14 +375,27 @@ class Ahead:
         return [probs[places[row]] if roster.is_drawn[row] else None for row in rows]
 
 
-def _committed(taps: Tensor, rows: Rows, counts: Tensor, following: Tensor, is_drafted: bool) -> ContextRows:
+def _why_not(sequence: Sequence) -> str:
+    """What of a request needs the host between two steps; empty: nothing."""
+    request = sequence.request
+    if sequence.adjuster is not None:
+        return "a request has rules of the host"
+    if request.sampling.logprobs is not None or request.sampling.prompt_logprobs is not None:
+        return "a request wants log-probabilities"
+    return "" if request.adapter is None else "a request has an adapter"
+
+
+def _committed(
+    taps: Tensor, rows: Rows, placed: Placed, counts: Tensor, following: Tensor, is_drafted: bool
+) -> ContextRows:
     """Rows of tokens that stand, the others with slot −1. A captured pass overwrites its taps: they are
     copied where nothing is drafted, and they may have to wait."""
-    count = counts[rows.owner]
+    owner, is_pad = rows.flat_share.owner, rows.flat_share.is_pad
+    count, after = counts[owner], torch.where(placed.after < 0, following, placed.after)
     assert rows.flat.slots is not None
     return ContextRows(
         taps if is_drafted else taps.clone(),
         rows.flat.positions,
-        rows.flat.slots.masked_fill(rows.is_pad | (rows.offset > count), -1),
-        rows.drafted.where(rows.offset < count, following[rows.owner]),
+        rows.flat.slots.masked_fill(is_pad | (rows.place > count), -1),
+        rows.next_ids.where(rows.place < count, after[owner]),
     )

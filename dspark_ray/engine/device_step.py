@@ -1,4 +1,4 @@
-"""One decoding step that the device carries out by itself: it chooses the lengths under the budget it is
+"""One step that the device carries out by itself: it chooses the lengths under the budget it is
 given, verifies, judges, and drafts the next blocks. Nothing of it is read before it has been launched, so the
 next one can be launched behind it.
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dspark_ray.core.types import AcceptanceRule, FloatArray, IntArray, SamplingParams
+from dspark_ray.engine.batch import Work
 from dspark_ray.engine.device_acceptance import RULES, JudgedRows
 from dspark_ray.engine.sequence import Sequence
 from dspark_ray.models.drafters.base import DeviceRequests
@@ -109,8 +110,8 @@ def standing_of(sequences: Seq[Sequence], device: torch.device) -> Standing:
         if draft.draft_probs is not None:
             probs_at[row] = len(probs)
             probs.append(draft.draft_probs)
-    anchors = np.array([s.token_ids[-1] for s in sequences])
-    positions = np.array([len(s.token_ids) - 1 for s in sequences])
+    anchors = np.array([s.token_ids[-1] for s in sequences], dtype=np.int64)
+    positions = np.array([len(s.token_ids) - 1 for s in sequences], dtype=np.int64)
     anchors_at, positions_at, drafted_at, confidences_at, places = arrays_to_device(
         device, anchors, positions, drafted, confidences, probs_at
     )
@@ -131,16 +132,63 @@ def _confidences_of(survival: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    """Chunks of prompts in a step: the last P requests of its roster. Of each the last row is its anchor's,
+    and there are others before it."""
+
+    anchors: IntArray  # [P] tokens of the last rows
+    positions: IntArray  # [P] theirs
+    emits: NDArray[np.bool_]  # [P] whether that is the last token so far, so that one comes out
+    after: IntArray  # [P] the token after it; 0 where one comes out
+    lead: IntArray  # [P] rows before it
+    lead_ids: IntArray  # [Σ lead] their tokens
+
+
+NO_PROMPTS = Prompts(*(np.zeros(0, dtype=t) for t in (np.int64, np.int64, np.bool_, *[np.int64] * 3)))
+
+
+def prompts_of(work: Seq[Work]) -> Prompts:
+    """Chunks as the host has chosen them."""
+    anchors, positions, after, lead_ids = [], [], [], []
+    for item in work:
+        tokens, first = item.sequence.token_ids, item.sequence.num_computed
+        last = first + item.num_rows - 1
+        anchors.append(tokens[last])
+        positions.append(last)
+        after.append(0 if item.needs_logits else tokens[last + 1])
+        lead_ids += tokens[first:last]
+    return Prompts(
+        np.array(anchors, dtype=np.int64),
+        np.array(positions, dtype=np.int64),
+        np.array([item.needs_logits for item in work], dtype=np.bool_),
+        np.array(after, dtype=np.int64),
+        np.array([item.num_rows - 1 for item in work], dtype=np.int64),
+        np.array(lead_ids, dtype=np.int64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What the host decides about a step before it knows where the requests stand."""
 
+    prompts: Prompts
     budget: int  # draft tokens to verify at most, the highest survivals of all requests
     longest: IntArray  # [R] draft tokens of each at most; 0: it has none
     block_tables: NDArray[np.int32]  # [R, W]
     num_blocks: IntArray  # [R] how many of them it owns
-    num_rows: int  # N ≥ R + budget
+    num_rows: int  # N ≥ R + budget + Σ lead
     chosen: IntArray  # [R'] rows of those who are drafted afterwards
     width: int  # tokens of each
+
+    @property
+    def emits(self) -> NDArray[np.bool_]:
+        """[R] whether a token comes out."""
+        return np.concatenate([np.ones(self.num_decoding, dtype=np.bool_), self.prompts.emits])
+
+    @property
+    def num_decoding(self) -> int:
+        """The first so many decode; the others are prompts."""
+        return len(self.longest) - len(self.prompts.anchors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +206,31 @@ class Placed:
     sampled_rows: Tensor  # [S] int64 which of the roster's these are
     draft_keys: Tensor  # [n', S] int64 of those without shared noise; 0 with it
     probs_at: Tensor  # [R] int64 places of the roster's among the sampled; anything for others
+    anchors: Tensor  # [P] int64 of prompts, as are those that follow
+    positions: Tensor  # [P] int64
+    after: Tensor  # [R] int64, −1 where a token comes out
+    lead: Tensor | None  # [R] int64; None: no prompt has rows before its last
+    lead_end: Tensor  # [R] int64 where its tokens end in `lead_ids`
+    lead_ids: Tensor  # [Σ lead] int64
+
+
+def with_prompts(decoding: Standing, placed: Placed) -> Standing:
+    """The prompts' last rows behind those who decode: nothing is drafted of them."""
+
+    def longer(values: Tensor, more: Tensor | None = None) -> Tensor:
+        zeros = values.new_zeros((len(placed.anchors), *values.shape[1:]))
+        return torch.cat([values, zeros if more is None else more])
+
+    if not len(placed.anchors):
+        return decoding
+    return Standing(
+        longer(decoding.anchors, placed.anchors),
+        longer(decoding.positions, placed.positions),
+        longer(decoding.drafted),
+        longer(decoding.confidences),
+        decoding.draft_probs,
+        None if decoding.probs_at is None else longer(decoding.probs_at),
+    )
 
 
 def place(decision: Decision, roster: Roster, width: int, block_size: int, device: torch.device) -> Placed:
@@ -177,10 +250,14 @@ def place(decision: Decision, roster: Roster, width: int, block_size: int, devic
     probs_at = np.zeros(count, dtype=np.int64)
     probs_at[sampled_rows] = np.arange(len(sampled))
     budget = np.array([decision.budget], dtype=np.int32)
+    prompts, no_rows = decision.prompts, np.zeros(decision.num_decoding, dtype=np.int64)
+    lead = np.concatenate([no_rows, prompts.lead])
+    after = np.concatenate([no_rows - 1, np.where(prompts.emits, -1, prompts.after)])
     placed = arrays_to_device(
         device,
         *(budget, decision.longest, decision.block_tables, decision.num_blocks * block_size),
         *(uniforms, draw_keys, decision.chosen, sampled, sampled_rows, draft_keys, probs_at),
+        *(prompts.anchors, prompts.positions, after, lead, lead.cumsum(), prompts.lead_ids),
     )
     draws = roster.is_drawn.any()
     return Placed(
@@ -195,25 +272,53 @@ def place(decision: Decision, roster: Roster, width: int, block_size: int, devic
         sampled_rows=placed[8],
         draft_keys=placed[9],
         probs_at=placed[10],
+        anchors=placed[11],
+        positions=placed[12],
+        after=placed[13],
+        lead=placed[14] if len(prompts.lead_ids) else None,
+        lead_end=placed[15],
+        lead_ids=placed[16],
     )
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Whose each of some rows is, where only the device knows. M rows, pad rows behind the requests'."""
+
+    start: Tensor  # [R + 1] int64 first row of each request
+    owner: Tensor  # [M] int64; the last request's number for a pad row
+    offset: Tensor  # [M] int64 its place among the request's; 0 for a pad row
+    is_pad: Tensor  # [M] bool
+
+
+def share_out(sizes: Tensor, total_rows: int) -> Share:
+    """Rows of R requests side by side. sizes [R] int64"""
+    ends = sizes.cumsum(0)
+    start = torch.cat([ends.new_zeros(1), ends])
+    rows = torch.arange(total_rows, device=sizes.device)
+    owner = torch.searchsorted(ends, rows, right=True)
+    is_pad = owner == len(sizes)
+    owner = owner.clamp(max=len(sizes) - 1)
+    return Share(start, owner, torch.where(is_pad, 0, rows - start[owner]), is_pad)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
-    """The flat batch of a step whose lengths were chosen on the device. N rows, pad rows among them."""
+    """The flat batch of a step whose lengths were chosen on the device: N rows, of which M are judged."""
 
     lens: Tensor  # [R] int64 draft tokens verified of each
-    row_start: Tensor  # [R + 1] int32
-    owner: Tensor  # [N] int64 whose row it is; the last request's number for a pad row
-    offset: Tensor  # [N] int64 its place among the request's
-    is_pad: Tensor  # [N] bool
-    drafted: Tensor  # [N] int64 the draft token that the row decides about
+    judged: Share  # an anchor and its draft tokens
+    drafted: Tensor  # [M] int64 the draft token that the row decides about
+    of_flat: Tensor | None  # [M] int64 which rows of the batch those are; None: all, in order
+    flat_share: Share
+    place: Tensor  # [N] int64 of a row behind its request's anchor; below 0: rows of a prompt before its last
+    next_ids: Tensor  # [N] int64 the token after each, where it does not depend on the verdict
     flat: FlatRows  # what the target's pass takes
 
 
 def spread(decision: Decision, placed: Placed, roster: Roster, at: Standing, block_size: int) -> Rows:
     """Lengths, then rows."""
-    device, count, total_rows = at.anchors.device, len(roster), decision.num_rows
+    count, total_rows = len(roster), decision.num_rows
     # ℓ drafts emit up to ℓ + 1 tokens; more than what may still be emitted is waste, and has no block.
     remaining = roster.ends - at.positions - 1
     longest = torch.minimum(placed.longest, torch.minimum(remaining, placed.capacity - at.positions) - 1)
@@ -221,55 +326,70 @@ def spread(decision: Decision, placed: Placed, roster: Roster, at: Standing, blo
     lens = torch.zeros_like(longest)
     if decision.budget:
         lens = survival_lengths(at.confidences, placed.budget, longest.int()).long()
-    ends = (lens + 1).cumsum(0)
-    row_start = torch.cat([ends.new_zeros(1), ends])
-    rows = torch.arange(total_rows, device=device)
-    owner = torch.searchsorted(ends, rows, right=True)
-    is_pad = owner == count
-    owner = owner.clamp(max=count - 1)
-    offset = torch.where(is_pad, 0, rows - row_start[owner])
     blocks = torch.cat([at.anchors[:, None], at.drafted, at.anchors[:, None]], dim=1)  # [R, 1 + n + 1]
-    positions = torch.where(is_pad, 0, at.positions[owner] + offset)
-    block = placed.tables[owner, positions // block_size].long()
-    slots = torch.where(is_pad, -1, block * block_size + positions % block_size)
-    # A pad row is a request of one row and one key, as in `graphs.py`; those after them have none.
-    pads = torch.arange(1, total_rows - count + 1, device=device)
-    is_there = pads <= total_rows - ends[-1]
+    if placed.lead is None:
+        judged = share = share_out(lens + 1, total_rows)
+        place, of_flat = share.offset, None
+        token_ids = blocks[share.owner, place]
+    else:
+        judged, share = (
+            share_out(lens + 1, count + decision.budget),
+            share_out(lens + 1 + placed.lead, total_rows),
+        )
+        place = torch.where(share.is_pad, 0, share.offset - placed.lead[share.owner])
+        of_flat = (share.start[:-1] + placed.lead)[judged.owner] + judged.offset
+        lead = (placed.lead_end[share.owner] + place).clamp(0, len(placed.lead_ids) - 1)
+        token_ids = torch.where(place < 0, placed.lead_ids[lead], blocks[share.owner, place.clamp(min=0)])
+    token_ids = torch.where(share.is_pad, 0, token_ids)
+    positions = torch.where(share.is_pad, 0, at.positions[share.owner] + place)
+    block = placed.tables[share.owner, positions // block_size].long()
+    slots = torch.where(share.is_pad, -1, block * block_size + positions % block_size)
+    paged = _paged(decision, placed, at, lens, share, block_size)
+    return Rows(
+        lens,
+        judged,
+        blocks[judged.owner, judged.offset + 1],
+        of_flat,
+        share,
+        place,
+        torch.cat([token_ids[1:], token_ids[:1]]),
+        FlatRows(token_ids, positions, slots, paged),
+    )
+
+
+def _paged(
+    decision: Decision, placed: Placed, at: Standing, lens: Tensor, share: Share, block_size: int
+) -> PagedBatch:
+    """A pad row is a request of one row and one key, as in `graphs.py`; those after them have none."""
+    count, total_rows = len(lens), decision.num_rows
+    pads = torch.arange(1, total_rows - count + 1, device=lens.device)
+    is_there = pads <= total_rows - share.start[-1]
     width = placed.tables.shape[1]
-    paged = PagedBatch(
-        query_start=torch.cat([row_start, (ends[-1] + pads).clamp(max=total_rows)]).int(),
+    return PagedBatch(
+        query_start=torch.cat([share.start, (share.start[-1] + pads).clamp(max=total_rows)]).int(),
         kv_len=torch.cat([at.positions + lens + 1, is_there.long()]).int(),
         block_tables=torch.cat([placed.tables, placed.tables.new_zeros((total_rows - count, width))]),
         block_size=block_size,
-        max_query=at.width + 1,
+        max_query=max(at.width, int(decision.prompts.lead.max(initial=0))) + 1,
         max_kv=width * block_size,
-        row_request=torch.where(is_pad, -1, owner).int(),
-    )
-    return Rows(
-        lens,
-        row_start.int(),
-        owner,
-        offset,
-        is_pad,
-        blocks[owner, offset + 1],
-        FlatRows(torch.where(is_pad, 0, blocks[owner, offset]), positions, slots, paged),
+        row_request=torch.where(share.is_pad, -1, share.owner).int(),
     )
 
 
 def judge(
     logits: Tensor, rows: Rows, placed: Placed, roster: Roster, at: Standing, vocab_map: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Every rule of the batch over all its rows. logits [N, V] → tokens that stand, and the target's own
+    """Every rule of the batch over all its rows. logits [M, V] → tokens that stand, and the target's own
     after them, [R] int64 each. The rules' rows are not told apart before: their number is not known here."""
     given = JudgedRows(
         logits,
         rows.drafted,
-        rows.owner,
-        rows.row_start,
+        rows.judged.owner,
+        rows.judged.start.int(),
         at.width,
         filters=roster.target_filters,
         noise_keys=_noise_keys(rows, roster, at),
-        uniforms=None if placed.uniforms is None else placed.uniforms[rows.owner, rows.offset],
+        uniforms=None if placed.uniforms is None else placed.uniforms[rows.judged.owner, rows.judged.offset],
         draw_keys=placed.draw_keys,
         draft_probs=_draft_probs(rows, at),
     )
@@ -286,14 +406,16 @@ def _noise_keys(rows: Rows, roster: Roster, at: Standing) -> Tensor | None:
     if AcceptanceRule.SHARED_NOISE not in roster.rules_used:
         return None
     places = at.positions + 1 - roster.prompts  # of the first token that each emits
-    return keys_at(roster.noise_bases[rows.owner], places[rows.owner] + rows.offset)
+    owner = rows.judged.owner
+    return keys_at(roster.noise_bases[owner], places[owner] + rows.judged.offset)
 
 
 def _draft_probs(rows: Rows, at: Standing) -> Tensor | None:
     if at.draft_probs is None or at.probs_at is None:
         return None
     flat = at.draft_probs.reshape(-1, at.draft_probs.shape[-1])
-    return flat[at.probs_at[rows.owner] * at.width + rows.offset.clamp(max=at.width - 1)]
+    offset = rows.judged.offset.clamp(max=at.width - 1)
+    return flat[at.probs_at[rows.judged.owner] * at.width + offset]
 
 
 def draft_requests(
@@ -347,6 +469,11 @@ class Launched:
     standing: Standing  # after it
     draft_probs: Tensor | None  # [S, n, Vd] of the drafts that it makes
     copy: HostCopy
+
+    def rows(self) -> dict[Sequence, int]:
+        """Of those of whom a token comes out."""
+        emits = self.decision.emits.tolist()
+        return {s: row for row, s in enumerate(self.roster.sequences) if emits[row]}
 
     def read(self) -> Found:
         """Waits for it."""

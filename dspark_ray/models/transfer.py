@@ -36,10 +36,14 @@ def arrays_to_device(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor
         parts += [flat, np.zeros(pad, dtype=np.uint8)]
         ends.append(ends[-1] + len(flat) + pad)
     whole = to_device(torch.from_numpy(np.concatenate(parts)), device)
-    return [
-        whole[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype).view(array.shape)
-        for array, start in zip(arrays, ends, strict=False)
-    ]
+    found = []
+    for array, start in zip(arrays, ends, strict=False):
+        kind = torch.from_numpy(array[:0]).dtype
+        part = (
+            whole[start : start + array.nbytes].view(kind) if array.size else whole.new_empty(0, dtype=kind)
+        )
+        found.append(part.view(array.shape))
+    return found
 
 
 class HostCopy:

@@ -110,9 +110,9 @@ def test_texts_are_those_of_plain_decoding(checkpoint: Path, plain: dict, mode: 
     texts, budgets = run_in_waves(engine, requests())
     assert texts == plain
     check_books(engine)
-    assert engine.ahead.num_launched > 0.4 * engine.counters.target_steps
+    assert engine.ahead.num_launched >= engine.counters.target_steps
     if graphs:
-        assert capturer.replays >= engine.ahead.num_launched
+        assert capturer.replays > 0.4 * engine.counters.target_steps  # those without prompts
     if mode != "off":
         assert engine.counters.accepted_tokens > 0
         assert engine.counters.trimmed_tokens > 0
@@ -335,7 +335,6 @@ def test_a_step_is_prepared_and_launched_before_the_one_before_it_is_read(
         for item in (*requests(8), *drawn):
             engine.add_request(item)
             texts[item.request_id] = []
-        collect(engine.step(), texts)  # prompts
         events = note_order(monkeypatch)
         while engine.has_work():
             with host_waits() as waits:
@@ -389,20 +388,16 @@ def test_budgets_are_searched_over_scores_two_steps_old(
     engine = engine_of(checkpoint, speculation={"mode": "adaptive"})
     engine.budget.wants_draft = lambda decoding, load: decoding  # type: ignore[method-assign]
     engine.add_request(request("a", [3, 1, 4], temperature=1.0, max_tokens=60, ignore_eos=True))
-    engine.step()
-    (sequence,) = engine.admission.running
-    assert sequence.draft is not None
-    first = sequence.draft.survival
     spy = Spy(engine, monkeypatch)
     for _ in range(12):
         engine.step()
-    made = [first, *spy.drafts]
+    made = spy.drafts
     known = 0
     for num_launched, stale in spy.searched:
-        # The block at hand is the last of those launched, `made[num_launched]`.
+        # The block at hand is the last of those launched, `made[num_launched - 1]`.
         ages = [
-            num_launched - at
-            for at, scores in enumerate(made[: num_launched + 1])
+            num_launched - 1 - at
+            for at, scores in enumerate(made[:num_launched])
             if np.allclose(scores, stale, atol=1e-5)
         ]
         known += bool(ages)

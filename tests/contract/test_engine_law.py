@@ -74,11 +74,8 @@ def sample_counts(engine: Engine, num_requests: int = NUM_REQUESTS) -> np.ndarra
     # Six tokens are asked for so that blocks are verified to their full length; three are counted.
     requests = [request(str(i), PROMPT, max_tokens=6, **SAMPLING) for i in range(num_requests)]
     counts = np.zeros((VOCAB,) * LENGTH)
-    # Arrivals are steps of the host: where others are what is tested, they come together.
-    together = num_requests if engine.ahead is None else engine.admission.max_running
-    for first in range(0, num_requests, together):
-        for tokens in run(engine, requests[first : first + together]).values():
-            counts[tuple(tokens[:LENGTH])] += 1
+    for tokens in run(engine, requests).values():
+        counts[tuple(tokens[:LENGTH])] += 1
     return counts
 
 
@@ -116,7 +113,7 @@ def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode:
     z = chi_square_z(sample_counts(engine), exact_law)
     counters = engine.counters
     if engine.ahead is not None:
-        assert engine.ahead.num_launched > 0.5 * counters.target_steps
+        assert engine.ahead.num_launched >= counters.target_steps
     if mode != "off":
         assert counters.drafted_tokens > 0
         assert counters.accepted_tokens > 0
