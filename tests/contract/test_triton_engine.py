@@ -11,7 +11,7 @@ from dspark_kernels import dispatch, torch_ops
 
 from dspark_ray.engine.graphs import GraphedTarget
 from tests.contract.test_graphs import RerunCapturer
-from tests.tiny_engine import on_path, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
+from tests.tiny_engine import AHEAD, on_path, request, run, tiny_decoder, tiny_drafter_dir, tiny_engine
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install 'dspark-ray[gpu]'")
 pytestmark = [
@@ -35,7 +35,11 @@ def version(name: str) -> dispatch.Ops:
 
 @pytest.mark.parametrize(
     ("dtype", "draft_vocab", "path"),
-    [("float32", None, "host"), ("bfloat16", range(1, VOCAB, 2), "device")],
+    [
+        ("float32", None, "host"),
+        ("bfloat16", range(1, VOCAB, 2), "device"),
+        ("float32", range(1, VOCAB, 2), AHEAD),
+    ],
 )
 def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vocab, path):
     checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=draft_vocab)
@@ -51,8 +55,10 @@ def test_texts_are_those_of_the_reference(tmp_path, monkeypatch, dtype, draft_vo
             engine={"max_running": 4, "kv_num_blocks": 64},
         )
         on_path(path, engine)
-        if path == "device" and name == "triton":
+        if path != "host" and name == "triton":
             engine.graphs = GraphedTarget(engine.config, target, engine.kv, RerunCapturer())
             engine.graphs.runner.sizes = (8, 20)
-        texts[name] = run(engine, REQUESTS)
+        items = [item for item in REQUESTS if path != AHEAD or item.request_id != "ruled"]
+        texts[name] = run(engine, items)
+        assert path != AHEAD or engine.ahead.num_launched >= engine.counters.target_steps
     assert texts["triton"] == texts["torch"]
