@@ -50,6 +50,7 @@ from dspark_ray.engine.sequence import Sequence
 from dspark_ray.models.drafters.base import ContextRows, DeviceDrafter, DraftBlock
 from dspark_ray.models.targets.decoder import Decoder, DecoderOutput
 from dspark_ray.models.transfer import arrays_to_device
+from dspark_ray.scheduling.live_costs import StepSize
 from dspark_ray.scheduling.speculation import Load
 
 if TYPE_CHECKING:
@@ -310,12 +311,11 @@ class Ahead:
         live = [row for s, row in launched.rows().items() if engine.runs(s)]
         work, outputs = self._settle(launched, found, live)
         still = [row for row in live if engine.runs(launched.roster.sequences[row])]
-        num_drafted = self._keep_drafts(launched, found, set(still))
-        prompts = launched.decision.prompts
+        prompts, measured_ms = launched.decision.prompts, engine.now_ms() - self._since_ms
         prompt_rows = int(prompts.lead.sum()) + len(prompts.anchors)
+        num_drafted = self._keep_drafts(launched, found, set(still), prompt_rows, measured_ms)
         if work or prompt_rows:
             engine.counters.target_steps += 1
-            now_ms = engine.now_ms()
             context_tokens = sum(item.sequence.num_computed for item in work if item.decoding)
             engine.note_step(
                 work,
@@ -323,9 +323,9 @@ class Ahead:
                 context_tokens,
                 num_drafted,
                 launched.decision.width,
-                now_ms - self._since_ms,
+                measured_ms,
             )
-            self._since_ms = now_ms
+            self._since_ms += measured_ms
         if not engine.has_work():
             self.drop()
         return outputs
@@ -350,8 +350,10 @@ class Ahead:
             engine.drafter.observe(outcomes)
         return work, outputs
 
-    def _keep_drafts(self, launched: Launched, found: Found, still: set[int]) -> int:
-        """Those of requests that go on; how many."""
+    def _keep_drafts(
+        self, launched: Launched, found: Found, still: set[int], prompt_rows: int, measured_ms: float
+    ) -> int:
+        """Those of requests that go on; how many. How long they took is their share of the whole step."""
         decision, sequences = launched.decision, launched.roster.sequences
         kept = [place for place, row in enumerate(decision.chosen.tolist()) if row in still]
         if not kept:
@@ -362,7 +364,11 @@ class Ahead:
             found.confidences[kept],
             self._probs_of(launched, rows),
         )
-        self._engine.keep_drafts([sequences[row] for row in rows], block, decision.width, None)
+        verified = sum(found.lens)
+        size = StepSize(decision.num_decoding + verified, verified, prompt_rows)
+        share = self._engine.budget.drafting_share(size, len(decision.chosen), decision.width)
+        drafted = [sequences[row] for row in rows]
+        self._engine.keep_drafts(drafted, block, decision.width, share * measured_ms)
         return len(kept)
 
     def _probs_of(self, launched: Launched, rows: list[int]) -> list[Tensor | None]:

@@ -535,11 +535,8 @@ class Engine:
         self.keep_drafts(chosen, block, width, self.now_ms() - started_ms)
         return len(chosen)
 
-    def keep_drafts(
-        self, sequences: Seq[Sequence], block: DraftBlock, width: int, took_ms: float | None
-    ) -> None:
-        """A block's proposals of `width` tokens, until they are verified; None: nobody knows how long they
-        took."""
+    def keep_drafts(self, sequences: Seq[Sequence], block: DraftBlock, width: int, took_ms: float) -> None:
+        """A block's proposals of `width` tokens, until they are verified."""
         scores = np.zeros((len(sequences), self.counters.block_size), dtype=np.float32)
         scores[:, :width] = survival(block.confidences)
         self.budget.note_draft(scores, took_ms, width)

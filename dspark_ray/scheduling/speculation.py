@@ -202,12 +202,19 @@ class Speculation:
         """How many tokens to draft for each of the requests last chosen by `to_draft`."""
         return self._num_drafted_tokens
 
-    def note_draft(self, survival: FloatArray, measured_ms: float | None, width: int | None = None) -> None:
-        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took; None:
-        nobody knows, and it counts as predicted. width: of the drafts, None: of the last choice; so below."""
+    def note_draft(self, survival: FloatArray, measured_ms: float, width: int | None = None) -> None:
+        """A step's fresh scores [R, γ], zero past the drafted tokens, and how long drafting took. width:
+        drafted tokens, None: of the last choice; so below."""
         width = self._num_drafted_tokens if width is None else width
         self._recent.note(survival, width)
-        self.drafting_took_ms = self._draft_ms(len(survival), width) if measured_ms is None else measured_ms
+        self.drafting_took_ms = measured_ms
+
+    def drafting_share(self, step: StepSize, num_drafting: int, width: int) -> float:
+        """Of the time of a step and the drafting after it, as predicted: where only the whole is measured."""
+        if self.costs is None or not num_drafting:
+            return 0.0
+        draft_ms = self.costs.draft_ms(num_drafting, width)
+        return draft_ms / (self.costs.step_ms(step) + draft_ms)
 
     # -- costs -------------------------------------------------------------------------------------
 
