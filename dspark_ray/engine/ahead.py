@@ -347,7 +347,7 @@ class Ahead:
             outputs += [] if output is None else [output]
             outcomes += [] if outcome is None else [outcome]
         if engine.drafter is not None:
-            engine.drafter.observe(outcomes)
+            engine.learn(outcomes)
         return work, outputs
 
     def _keep_drafts(
