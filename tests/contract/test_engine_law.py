@@ -14,6 +14,7 @@ import torch
 
 from dspark_ray.core.types import SamplingParams
 from dspark_ray.engine import acceptance, device_acceptance
+from dspark_ray.engine.device_step import Decision, Launched
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
@@ -102,6 +103,20 @@ def law_engine(checkpoint: Path, mode: str) -> Engine:
     )
 
 
+def note_binding_budgets(engine: Engine) -> list[bool]:
+    """Of each step that is launched ahead: whether its budget is below what it could verify."""
+    found: list[bool] = []
+    if engine.ahead is not None:
+        launch = engine.ahead._run
+
+        def noted(decision: Decision, *rest: Any) -> Launched:
+            found.append(decision.budget < decision.longest.sum())
+            return launch(decision, *rest)
+
+        engine.ahead._run = noted  # type: ignore[method-assign]
+    return found
+
+
 # The modes choose lengths, whoever chooses tokens.
 @pytest.mark.parametrize(
     ("mode", "path"),
@@ -110,15 +125,17 @@ def law_engine(checkpoint: Path, mode: str) -> Engine:
 def test_joint_law_is_the_targets(checkpoint: Path, exact_law: np.ndarray, mode: str, path: str) -> None:
     assert exact_law.sum() == pytest.approx(1.0, abs=1e-6)
     engine = on_path(path, law_engine(checkpoint, mode))
+    binding = note_binding_budgets(engine)
     z = chi_square_z(sample_counts(engine), exact_law)
     counters = engine.counters
     if engine.ahead is not None:
         assert engine.ahead.num_launched >= counters.target_steps
+        assert sum(binding) > 0.2 * len(binding)
     if mode != "off":
         assert counters.drafted_tokens > 0
         assert counters.accepted_tokens > 0
         assert counters.rejected_tokens > 0
-    if mode in ("threshold", "algorithm1", "adaptive"):
+    if engine.ahead is None and mode in ("threshold", "algorithm1", "adaptive"):
         assert counters.trimmed_tokens > counters.drafts  # more than the end of requests explains
     assert counters.drafted_tokens == counters.verified_tokens + counters.trimmed_tokens
     assert counters.verified_tokens == counters.accepted_tokens + counters.rejected_tokens
