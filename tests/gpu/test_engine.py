@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dspark_ray.engine import device_acceptance
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.graphs import GraphedTarget
 from dspark_ray.models import transfer
@@ -23,10 +22,13 @@ def requests(rules=RULES) -> list:
     ]
 
 
-def engine_on(device: str, checkpoint, mode: str) -> Engine:
-    target = tiny_decoder(VOCAB, sharpness=3.0, device=torch.device(device))
+def engine_on(device: str, checkpoint, mode: str, ahead: str = "auto") -> Engine:
     return tiny_engine(
-        checkpoint, vocab_size=VOCAB, target=target, speculation={"mode": mode}, engine={"max_running": 4}
+        checkpoint,
+        vocab_size=VOCAB,
+        target=tiny_decoder(VOCAB, sharpness=3.0, device=torch.device(device)),
+        speculation={"mode": mode},
+        engine={"max_running": 4, "ahead": ahead},
     )
 
 
@@ -34,8 +36,11 @@ def engine_on(device: str, checkpoint, mode: str) -> Engine:
 def test_texts_are_those_of_the_cpu(tmp_path, mode):
     checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=None)
     expected = run(engine_on("cpu", checkpoint, mode), requests())
-    assert run(engine_on("cuda", checkpoint, mode), requests()) == expected
-    assert run(captured(engine_on("cuda", checkpoint, mode)), requests()) == expected
+    for prepare in (lambda engine: engine, captured):
+        for ahead in ("on", "off"):
+            engine = prepare(engine_on("cuda", checkpoint, mode, ahead))
+            assert run(engine, requests()) == expected
+            assert ahead == "off" or engine.ahead.num_launched >= engine.counters.target_steps
 
 
 def captured(engine: Engine) -> Engine:
@@ -49,22 +54,25 @@ def captured(engine: Engine) -> Engine:
     return engine
 
 
+@pytest.mark.parametrize(("ahead", "most"), [("on", 1), ("off", 2)])
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("draft_vocab", [None, range(1, VOCAB, 2)])
-def test_a_step_waits_for_two_copies_at_most(tmp_path, monkeypatch, draft_vocab, graphs):
+def test_a_step_waits_for_its_copies_and_for_nothing_else(
+    tmp_path, monkeypatch, draft_vocab, graphs, ahead, most
+):
     """CUDA refuses every other wait of the host for the device."""
-    engine = engine_on("cuda", tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=draft_vocab), "adaptive")
+    checkpoint = tiny_drafter_dir(tmp_path, VOCAB, draft_vocab=draft_vocab)
+    engine = engine_on("cuda", checkpoint, "adaptive", ahead)
     if graphs:
         captured(engine)
     run(engine, requests(MIXED))  # kernels are compiled, libraries set up
-    copies, to_host = [], transfer.to_host
+    copies, wait = [], transfer.HostCopy.wait
 
-    def noted(values: torch.Tensor) -> torch.Tensor:
-        copies.append(values.shape)
-        return to_host(values)
+    def noted(copy: transfer.HostCopy) -> torch.Tensor:
+        copies.append(copy)
+        return wait(copy)
 
-    monkeypatch.setattr(transfer, "to_host", noted)
-    monkeypatch.setattr(device_acceptance, "to_host", noted)
+    monkeypatch.setattr(transfer.HostCopy, "wait", noted)
     for item in requests(MIXED):
         engine.add_request(item)
     torch.cuda.set_sync_debug_mode("error")
@@ -72,7 +80,7 @@ def test_a_step_waits_for_two_copies_at_most(tmp_path, monkeypatch, draft_vocab,
         while engine.has_work():
             copies.clear()
             engine.step()
-            assert len(copies) <= 2
+            assert len(copies) <= most
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
