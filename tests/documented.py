@@ -245,7 +245,7 @@ TABLE: Mapping[str, Treatment] = {
     ),
     "py-spy record --gil -r 200 -d 10 -f raw -o ingress.txt --pid $(pgrep -f 'ServeReplica.*Ingress')": Run(
         # Other servers may run on the machine: the newest is ours.
-        less=(("-d 10", "-d 1"), ("pgrep -f", "pgrep -nf")),
+        less=(("-d 10", "-d 1"), ("pgrep -f '", "pgrep -nf '^ray::")),
         makes=("ingress.txt",),
         long=True,
         served=True,
