@@ -22,7 +22,7 @@ from dspark_ray.core.types import VerificationMode
 from dspark_ray.models.drafters.confidence import drafter_digest
 from dspark_ray.models.weights import safetensors_files
 
-PROFILER_VERSION = 3  # changes when the same machine would measure something else
+PROFILER_VERSION = 4  # changes when the same machine would measure something else
 
 
 def table_identity(config: AppConfig, model_dir: Path) -> dict[str, Any]:

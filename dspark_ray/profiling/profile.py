@@ -18,6 +18,9 @@ from dspark_ray.scheduling.step_table import StepTable
 
 OnProgress = Callable[[float], None]
 
+# Sizes up to so many rows are measured so often in each round. They are where budgets are searched: a token
+# costs a hundredth of such a step, and so much must the medians be worth.
+_SMALL_ROWS, _SMALL_SAMPLES = 64, 3
 _MIN_SIZES = 4  # sizes of a target step that are measured however long they take
 
 
@@ -28,7 +31,7 @@ class ProfileSettings:
     # Matrix units take rows in tiles of 16: a step of 17 rows costs up to a tenth more than one of 16, and
     # the next 15 rows little. A line from 16 to 24 would make each of them dear.
     rows: tuple[int, ...] = (
-        *(1, 2, 4, 8, 12, 16, 17, 24, 32, 33, 40, 48, 49, 56, 64, 65, 80, 81, 96, 97, 128, 129),
+        *(1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 40, 48, 49, 56, 64, 65, 80, 81, 96, 97, 128, 129),
         *(192, 256, 384, 512, 1024, 2048),
     )
     prompt_rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
@@ -137,11 +140,13 @@ class _Profile:
         )
 
     def _round(self) -> None:
-        """Each size once, the big ones last: on a machine too slow for them they are extrapolated."""
+        """Each size once, small ones some times; the big ones last: on a machine too slow for them they are
+        extrapolated."""
         steps = sorted([*self._verify, *self._prompts], key=lambda point: point.size)
         first = [*self._draft, *self._draft_one, *self._context, *self._context_rows]
         needed = len(first) + 2 * _MIN_SIZES
-        for done, point in enumerate([*first, *steps]):
+        small = [point for point in [*first, *steps] if point.size <= _SMALL_ROWS]
+        for done, point in enumerate([*first, *steps, *(_SMALL_SAMPLES - 1) * small]):
             if done >= needed and self._elapsed_s() > 2 * self._settings.max_s:
                 break
             point.samples.append(point.measure())

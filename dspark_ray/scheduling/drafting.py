@@ -18,7 +18,7 @@ from dspark_ray.scheduling.recent_survival import RecentSurvival
 from dspark_ray.scheduling.survival import Floats, clean_survival
 from dspark_ray.scheduling.utility import Claims, utility_curve
 
-_REVIEW_STEPS = 8  # between two looks at an unchanged load
+_REVIEW_STEPS = 16  # between two looks at an unchanged load
 _IDLE_REVIEW_STEPS = 32  # the same while nothing is drafted: only costs can have changed
 _COMES_BACK_AT = 1.02  # gain at which speculation that is off comes back
 _FIRST_PROBE_STEPS, _LAST_PROBE_STEPS = (

@@ -107,7 +107,7 @@ def test_what_drafts_were_worth_lately_decides_too() -> None:
     assert load.run(1) == [16]
     for _ in range(100):
         load.claims.note(20.0, 8)
-    assert max(load.run(24)[8:]) < 16
+    assert max(load.run(40)[16:]) < 16
     for _ in range(3000):
         load.claims.note(0.0, 0)
     assert 16 in load.run(64)
