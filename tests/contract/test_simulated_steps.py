@@ -115,9 +115,15 @@ class Both:
         self._steps: Steps = []
         noted = Speculation.note_step
 
-        def note(planner: Speculation, step: StepSize, num_drafting: int, measured_ms: float) -> float:
+        def note(
+            planner: Speculation,
+            step: StepSize,
+            num_drafting: int,
+            measured_ms: float,
+            width: int | None = None,
+        ) -> float:
             self._steps.append((step, num_drafting, round(measured_ms, 6)))
-            return noted(planner, step, num_drafting, measured_ms)
+            return noted(planner, step, num_drafting, measured_ms, width)
 
         monkeypatch.setattr(Speculation, "note_step", note)
         monkeypatch.setattr(timed, "_OWN_TIME_MS", 0.0)  # on this clock an idle moment is no program's time

@@ -96,7 +96,7 @@ def test_off_is_probed_ever_more_rarely_and_with_few() -> None:
 
 def test_on_drafts_all_but_for_a_plain_step_now_and_then() -> None:
     load = Load(costs([10.0] * 49))
-    drafted = load.run(2560)
+    drafted = load.run(1280)
     assert set(drafted) == {16, 0}
     assert drafted.count(0) == 10
 
@@ -111,6 +111,14 @@ def test_what_drafts_were_worth_lately_decides_too() -> None:
     for _ in range(3000):
         load.claims.note(0.0, 0)
     assert 16 in load.run(64)
+
+
+def test_texts_seen_at_another_load_need_no_probe_soon() -> None:
+    load = Load(costs([10.0] * 49))
+    assert set(load.run(8, count=4)) == {4}
+    load.cost = costs(10 + 10.0 * np.arange(49))
+    assert set(load.run(60)) == {0}
+    assert 2 in load.run(60)
 
 
 def test_a_change_of_load_is_looked_at_at_once() -> None:
