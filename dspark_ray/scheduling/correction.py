@@ -35,26 +35,17 @@ class OnlineCorrection:
         """Whether a step was ever seen."""
         return self._global_steps > 0
 
-    def update(self, rows: int, predicted_ms: float, measured_ms: float) -> float:
-        """One step of `rows` rows: `predicted_ms` is the uncorrected table's figure. Nonsense is ignored.
-        → how far the estimate of a size that is well known moved, in log units: the machine did"""
+    def update(self, rows: int, predicted_ms: float, measured_ms: float) -> None:
+        """One step of `rows` rows: `predicted_ms` is the uncorrected table's figure. Nonsense is ignored."""
         if not (rows >= 1 and 0 < predicted_ms < np.inf and 0 < measured_ms < np.inf):
-            return 0.0
+            return
         observed = float(np.log(measured_ms / predicted_ms))
         bucket = _bucket_of(rows)
         self._global_log_ratio = _blend(self._global_log_ratio, self._global_steps, observed)
-        before, seen = float(self._log_ratio[bucket]), float(self._steps[bucket])
-        self._log_ratio[bucket] = _blend(before, seen, observed)
+        self._log_ratio[bucket] = _blend(float(self._log_ratio[bucket]), float(self._steps[bucket]), observed)
         self._steps *= _FADE
         self._steps[bucket] += 1.0
         self._global_steps += 1.0
-        return float(self._log_ratio[bucket]) - before if seen >= _PRIOR_STEPS else 0.0
-
-    def drift(self, by: float) -> None:
-        """The machine became slower (faster) by so many log units, as steps of another kind have shown."""
-        if self.is_known:
-            self._log_ratio += by
-            self._global_log_ratio += by
 
     def factor(self, rows: IntArray) -> NDArray[np.float64]:
         """What to multiply the table's cost with. rows [n] → [n]; 1 before the first step.

@@ -25,7 +25,7 @@ _COMES_BACK_AT = 1.02  # gain at which speculation that is off comes back
 # the texts; what was seen of them at another load holds here.
 _FIRST_PROBE_STEPS, _SEEN_PROBE_STEPS, _LAST_PROBE_STEPS = 4, 64, 512
 _PROBE_SHARE = 8  # one request in so many is drafted in a probe
-_PLAIN_EVERY = 128  # one step in so many is plain while speculation is on, to know what it would cost
+_PLAIN_EVERY = 64  # one step in so many is plain while speculation is on, to know what it would cost
 
 Float64Array = NDArray[np.float64]
 

@@ -30,10 +30,8 @@ class LiveCosts:
     """Predicted step times for up to `max_rows` rows, corrected by what steps and drafting really took.
 
     Steps with draft tokens have a correction of their own: they have more to do for a row, and whether to
-    speculate at all is the comparison of the two. Where only one kind runs, the other one drifts along with
-    it: else a machine that slows down makes that kind look cheap which was last seen while it was fast. So
-    have the rows of prompts; of a step with prompts, the larger part is corrected, and the other one taken as
-    it is known.
+    speculate at all is the comparison of the two. So have the rows of prompts; of a step with prompts, the
+    larger part is corrected, and the other one taken as it is known.
     """
 
     def __init__(self, table: StepTable, max_rows: int, num_draft_tokens: int) -> None:
@@ -103,10 +101,8 @@ class LiveCosts:
         if known_prompt_ms > known_decode_ms:
             self._prompt.update(step.prompt_rows, prompt_ms, measured_ms - known_decode_ms)
         else:
-            mine, other = self.plain, self._speculating
-            if step.draft_rows:
-                mine, other = other, mine
-            other.drift(mine.update(step.decode_rows, decode_ms, measured_ms - known_prompt_ms))
+            correction = self._speculating if step.draft_rows else self.plain
+            correction.update(step.decode_rows, decode_ms, measured_ms - known_prompt_ms)
         self._notes += 1
         if self._notes % _REFRESH_STEPS == 0:
             self._refresh()

@@ -96,7 +96,7 @@ def test_off_is_probed_ever_more_rarely_and_with_few() -> None:
 
 def test_on_drafts_all_but_for_a_plain_step_now_and_then() -> None:
     load = Load(costs([10.0] * 49))
-    drafted = load.run(1280)
+    drafted = load.run(640)
     assert set(drafted) == {16, 0}
     assert drafted.count(0) == 10
 

@@ -90,21 +90,6 @@ def test_drafting_is_corrected_too() -> None:
     assert costs.draft_ms(0, 4) == 0.0
 
 
-def test_a_machine_that_slows_down_makes_neither_kind_look_cheap() -> None:
-    """While one kind runs alone, what it shows of the machine holds for the other one."""
-    costs = live()
-    for _ in range(100):
-        costs.note_step(StepSize(1), 10.0)
-        costs.note_step(StepSize(4, 3), 1.2 * 13.0)
-    for _ in range(200):
-        costs.note_step(StepSize(4, 3), 1.5 * 1.2 * 13.0)
-    assert costs.step_ms(StepSize(1)) == pytest.approx(15.0, rel=0.05)
-    assert costs.step_ms(StepSize(4, 3)) == pytest.approx(1.5 * 1.2 * 13.0, rel=0.02)
-    for _ in range(200):
-        costs.note_step(StepSize(1), 10.0)
-    assert costs.step_ms(StepSize(4, 3)) == pytest.approx(1.2 * 13.0, rel=0.05)
-
-
 def test_a_kind_never_seen_is_taken_as_the_other_one() -> None:
     costs = live()
     for _ in range(100):

@@ -257,11 +257,12 @@ def test_current_scores_are_worth_something(tmp_path: Path) -> None:
     assert current["tokens_per_s"] > 0.99 * stale["tokens_per_s"]
 
 
-def in_step(tmp_path: Path, policy: str, together: bool = True) -> dict[str, Any]:
+def in_step(tmp_path: Path, policy: str, seed: int, together: bool = True) -> dict[str, Any]:
     """Three replicas, now this one busier and now that one, for some seconds."""
     return run(
         tmp_path,
         duration_s=8,
+        seed=seed,
         replicas=[{**scenario(tmp_path).replicas[0].model_dump(), "count": 3}],
         arrivals={"kind": "closed", "clients": 15},
         router="random",
@@ -271,15 +272,18 @@ def in_step(tmp_path: Path, policy: str, together: bool = True) -> dict[str, Any
 
 
 def test_replicas_that_step_together_wait_for_the_slowest(tmp_path: Path) -> None:
-    apart, local, lockstep = (
-        in_step(tmp_path, "local", together=False),
-        in_step(tmp_path, "local"),
-        in_step(tmp_path, "lockstep"),
-    )
-    assert local["tokens_per_s"] < 0.97 * apart["tokens_per_s"]
-    assert local["step_ms"] > 1.03 * apart["step_ms"]
+    gains = []
+    for seed in range(3):  # chance is worth as much as the policy in so short a run
+        apart, local, lockstep = (
+            in_step(tmp_path, "local", seed, together=False),
+            in_step(tmp_path, "local", seed),
+            in_step(tmp_path, "lockstep", seed),
+        )
+        assert local["tokens_per_s"] < 0.97 * apart["tokens_per_s"]
+        assert local["step_ms"] > 1.03 * apart["step_ms"]
+        gains.append(lockstep["tokens_per_s"] / local["tokens_per_s"])
     # Planned together, no member verifies what all others would wait for, or leaves free tokens unused.
-    assert lockstep["tokens_per_s"] > 1.02 * local["tokens_per_s"]
+    assert np.mean(gains) > 1.02
 
 
 @pytest.mark.parametrize("law", ["exact", "load"])
