@@ -21,9 +21,8 @@ from dspark_ray.scheduling.utility import Claims, utility_curve
 _REVIEW_STEPS = 16  # between two looks at an unchanged load
 _IDLE_REVIEW_STEPS = 32  # the same while nothing is drafted: only costs can have changed
 _COMES_BACK_AT = 1.02  # gain at which speculation that is off comes back
-# Between probes: twice as many after each one that changed nothing. Few at first, when nothing is known of
-# the texts; what was seen of them at another load holds here.
-_FIRST_PROBE_STEPS, _SEEN_PROBE_STEPS, _LAST_PROBE_STEPS = 4, 64, 512
+# Between probes: twice as many after each one that changed nothing.
+_FIRST_PROBE_STEPS, _LAST_PROBE_STEPS = 4, 512
 _PROBE_SHARE = 8  # one request in so many is drafted in a probe
 _PLAIN_EVERY = 64  # one step in so many is plain while speculation is on, to know what it would cost
 
@@ -74,7 +73,7 @@ class Drafting:
             self._reviewed_count = num_requests
             self._review_in = _REVIEW_STEPS if self._width > 0 else _IDLE_REVIEW_STEPS
         if self._width > 0:
-            self._probe_every = self._probe_in = _SEEN_PROBE_STEPS
+            self._probe_every = self._probe_in = _FIRST_PROBE_STEPS
             self._steps_on += 1
             if self._steps_on % _PLAIN_EVERY == 0:
                 return DraftPlan(0, 0)

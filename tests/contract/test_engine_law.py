@@ -18,7 +18,6 @@ from dspark_ray.engine.device_step import Decision, Launched
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.sampling import filtered_probs, sampling_rows
 from dspark_ray.models.targets.decoder import Decoder
-from dspark_ray.scheduling import drafting
 from tests.drafter_families import family_dir
 from tests.reference import dense_logits
 from tests.tiny_engine import (
@@ -39,12 +38,6 @@ NUM_REQUESTS = 20_000
 LENGTH = 3
 SAMPLING = {"temperature": 1.0, "top_k": 4, "top_p": 0.97, "min_p": 0.02}
 MODES = ("off", "fixed", "threshold", "algorithm1", "adaptive")
-
-
-@pytest.fixture(autouse=True)
-def probes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speculation does not pay here, and its probes are the drafts whose law is tested: many are wanted."""
-    monkeypatch.setattr(drafting, "_SEEN_PROBE_STEPS", 4)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ray
 from ray import serve
@@ -24,9 +23,9 @@ from dspark_ray.engine.build import build_engine
 from dspark_ray.engine.offline import generate_all
 from dspark_ray.models.tokenizer import Tokenizer
 from dspark_ray.runtime.names import NAMESPACE, engine_prefix, rank_name
-from dspark_ray.scheduling.step_table import StepTable
 from tests.ray.conftest import Fleet, eventually
 from tests.tiny import tiny_chat_model_dir
+from tests.tiny_engine import steep_table
 
 PROMPT = "ab" * 20
 NUM_TOKENS = 400
@@ -37,7 +36,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def shared_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four heads with two KV heads, in 12 layers: a step takes some milliseconds."""
     model_dir = tiny_chat_model_dir(tmp_path_factory.mktemp("shared"), num_hidden_layers=12)
-    StepTable(rows=np.array([1, 16]), verify_ms=np.array([10.0, 16.0])).save(model_dir / "table.json")
+    steep_table(16).save(model_dir / "table.json")
     return model_dir
 
 
@@ -54,7 +53,7 @@ def config_for(model_dir: Path, ranks: int, **engine: Any) -> AppConfig:
             },
             "speculation": {
                 "drafter": {"kind": "ngram", "ngram_min": 1},
-                "mode": "fixed",  # drafts, whatever they are worth
+                "mode": "adaptive",
                 "step_table": str(model_dir / "table.json"),  # profiling takes seconds
             },
         }

@@ -113,14 +113,6 @@ def test_what_drafts_were_worth_lately_decides_too() -> None:
     assert 16 in load.run(64)
 
 
-def test_texts_seen_at_another_load_need_no_probe_soon() -> None:
-    load = Load(costs([10.0] * 49))
-    assert set(load.run(8, count=4)) == {4}
-    load.cost = costs(10 + 10.0 * np.arange(49))
-    assert set(load.run(60)) == {0}
-    assert 2 in load.run(60)
-
-
 def test_a_change_of_load_is_looked_at_at_once() -> None:
     load = Load(costs(10 + 10.0 * np.arange(49)))
     assert load.run(3)[1:] == [0, 0]
